@@ -119,83 +119,6 @@ def test_an_error_of_300_is_not_infinite_in_fit(mode):
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16", "O3"])
-def test_the_outermost_call_returns_float32_and_an_inner_one_16_bit(policy):
-    seen = []
-
-    @keras.saving.register_keras_serializable(package="tests")
-    class Spy(keras.layers.Layer):
-        def call(self, x):
-            seen.append(keras.backend.standardize_dtype(x.dtype))
-            return x
-
-    with global_policy.policy_scope(policy):
-        inner = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)])
-        outer = keras.Sequential([keras.Input((3,)), inner, Spy()])
-    x = np.ones((2, 3), "float32")
-    compute = inner.compute_dtype
-    seen.clear()
-    for model in (inner, outer):
-        assert keras.backend.standardize_dtype(model(x).dtype) == "float32"
-        assert model.predict(x, verbose=0).dtype == "float32"
-        assert model.predict_on_batch(x).dtype == "float32"
-    assert set(seen) == {compute}
-    layer = inner.layers[-1]
-    assert keras.backend.standardize_dtype(layer(x).dtype) == compute
-
-
-def test_a_subclassed_model_returns_its_nest_in_float32():
-    class Two(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.dense = keras.layers.Dense(2)
-
-        def call(self, x):
-            return {"a": self.dense(x), "b": [x, kops.ones((1,), "int32")]}
-
-    with global_policy.policy_scope("mixed_bfloat16"):
-        model = Two()
-    outputs = model(np.ones((2, 3), "float32"))
-    dtypes = keras.tree.map_structure(
-        lambda one: keras.backend.standardize_dtype(one.dtype), outputs
-    )
-    assert dtypes == {"a": "float32", "b": ["float32", "int32"]}
-
-
-@helpers.requires_backend("tensorflow")
-def test_a_16_bit_softmax_head_keeps_the_gradient_of_a_wrong_sample():
-    import tensorflow as tf
-
-    # The logits differ by 20. The probability is below float16's range, and
-    # Keras's loss then has no gradient at all.
-    with global_policy.policy_scope("mixed_float16"):
-        model = keras.Sequential(
-            [keras.Input((2,)), keras.layers.Activation("softmax")]
-        )
-    # The default rules keep it in float32, but the user may choose this.
-    model.layers[0].dtype_policy = "mixed_float16"
-    logits = tf.constant([[20.0, 0.0]])
-    with tf.GradientTape() as tape:
-        tape.watch(logits)
-        loss = keras.losses.CategoricalCrossentropy()(
-            np.array([[0, 1]]), model(logits)
-        )
-    assert float(loss) == 20.0
-    assert tape.gradient(loss, logits).numpy().tolist() == [[1.0, -1.0]]
-
-
-@helpers.requires_backend("tensorflow")
-def test_the_mask_of_a_models_output_is_kept():
-    with global_policy.policy_scope("mixed_float16"):
-        model = keras.Sequential(
-            [keras.Input((3, 1)), keras.layers.Masking(), keras.layers.ReLU()]
-        )
-    outputs = model(np.array([[[1.0], [0.0], [2.0]]], "float32"))
-    assert outputs.dtype == "float32"
-    assert outputs._keras_mask.numpy().tolist() == [[True, False, True]]
-
-
-@pytest.mark.costly
 @pytest.mark.parametrize("eager", [True, False])
 def test_a_model_trains_under_its_policy_outside_the_scope(eager):
     x, y = penalised.batch()
@@ -323,47 +246,11 @@ def test_a_model_with_its_policy_saves_and_loads(tmp_path):
     )
 
 
-@pytest.mark.costly
-def test_a_16_bit_output_is_reported_once_in_one_line(said):
-    x, y = penalised.batch()
-    with global_policy.policy_scope("mixed_float16"):
-        model = penalised.penalised_model()
-    model.fit(x, y, epochs=2, verbose=0)
-    model.evaluate(x, y, verbose=0)
-    name = model.layers[-1].name
-    line = (
-        f"last layer '{name}' is float16 (3 digits, up to 65504); make it "
-        '`dtype="float32"`'
-    )
-    assert said == [line]
-
-
-@pytest.mark.costly
-def test_a_model_that_does_not_say_which_layer_is_last_is_named(said):
-    class Own(keras.Model):
-        def __init__(self):
-            super().__init__(name="own")
-            self.dense = keras.layers.Dense(3)
-
-        def call(self, x):
-            return self.dense(x)
-
-    with global_policy.policy_scope("mixed_bfloat16"):
-        model = Own()
-    model.compile("sgd", "mse")
-    model.fit(np.zeros((4, 4)), np.zeros((4, 3)), verbose=0)
-    assert said == [
-        "the output of 'own' is bfloat16 (2 digits); make what returns it "
-        '`dtype="float32"`'
-    ]
-
-
-def headed(*activations):
+def headed(*activations, dtype=None):
     """Returns a model with a head for each activation."""
     inputs = keras.Input((4,))
-    hidden = keras.layers.Dense(4)(inputs)
     outputs = [
-        keras.layers.Dense(3, one, name=f"head{n}")(hidden)
+        keras.layers.Dense(3, one, name=f"head{n}", dtype=dtype)(inputs)
         for n, one in enumerate(activations)
     ]
     return keras.Model(inputs, outputs)
@@ -371,20 +258,51 @@ def headed(*activations):
 
 def two_heads():
     inputs = keras.Input((4,))
-    wide = keras.layers.Dense(1, name="price", dtype="float32")(inputs)
+    wide = keras.layers.Dense(3, name="price", dtype="float32")(inputs)
     narrow = keras.layers.Dense(3, name="kind")(inputs)
     return keras.Model(inputs, {"price": wide, "kind": narrow})
 
 
-@pytest.mark.costly
-def test_the_16_bit_output_of_a_dict_is_named(said):
+class Own(keras.Model):
+    """Does not say which layer is its last."""
+
+    def __init__(self):
+        super().__init__(name="own")
+        self.dense = keras.layers.Dense(3)
+
+    def call(self, x):
+        return self.dense(x)
+
+
+FORMAT = "float16 (3 digits, up to 65504); make"
+# What the one line says about the outputs of a model, if anything.
+OUTPUTS = {
+    "one": (
+        lambda: headed("softmax"),
+        f"last layer 'head0' is {FORMAT} it",
+    ),
+    "three": (
+        lambda: headed(None, "relu", "sigmoid"),
+        f"last layers 'head0', 'head1', 'head2' are {FORMAT} them",
+    ),
+    "one of a dict": (two_heads, f"last layer 'kind' is {FORMAT} it"),
+    "of a model": (Own, f"the output of 'own' is {FORMAT} what returns it"),
+    "none": (lambda: headed("softmax", dtype="float32"), None),
+}
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_outputs_in_16_bit_are_reported_once_in_one_line(said, kind):
+    make, line = OUTPUTS[kind]
     with global_policy.policy_scope("mixed_float16"):
-        model = two_heads()
-    model.compile("sgd", {"price": "mse", "kind": "mse"})
-    y = {"price": np.zeros((4, 1)), "kind": np.zeros((4, 3))}
-    model.fit(np.zeros((4, 4), "float32"), y, verbose=0)
-    assert len(said) == 1
-    assert said[0].startswith("last layer 'kind' is float16")
+        model = make()
+    model.compile("sgd", "mse")
+    x = np.zeros((4, 4), "float32")
+    y = keras.tree.map_structure(np.zeros_like, model(x))
+    model.fit(x, y, epochs=2, verbose=0)
+    model.predict(x, verbose=0)
+    model.evaluate(x, y, verbose=0)
+    assert said == ([f'{line} `dtype="float32"`'] if line else [])
 
 
 def test_losses_that_do_not_fit_are_keras_own_to_refuse():
@@ -392,7 +310,7 @@ def test_losses_that_do_not_fit_are_keras_own_to_refuse():
         model = two_heads()
     losses = {"price": "mse", "kind": None}
     model.compile("sgd", losses, loss_weights={"price": 1.0})
-    x, y = np.zeros((4, 4), "float32"), {"price": np.zeros((4, 1))}
+    x, y = np.zeros((4, 4), "float32"), {"price": np.zeros((4, 3))}
     with pytest.raises(ValueError, match="^`loss_weights` must match"):
         model.fit(x, y, verbose=0)
 
@@ -407,42 +325,6 @@ def test_fit_gives_no_warning_of_numpy(said):
     x = np.zeros((4, 4), "float32")
     model.fit(x, np.zeros((4, 3)), callbacks=[monitor], verbose=0)
     assert model.optimizer.skipped_steps == 0
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize(
-    ("activations", "line"),
-    [
-        (
-            ["softmax"],
-            "last layer 'head0' is float16 (3 digits, up to 65504); make it",
-        ),
-        (
-            [None, "relu", "sigmoid"],
-            "last layers 'head0', 'head1', 'head2' are float16 (3 digits, up "
-            "to 65504); make them",
-        ),
-    ],
-)
-def test_each_output_in_16_bit_is_named(said, activations, line):
-    with global_policy.policy_scope("mixed_float16"):
-        model = headed(*activations)
-    model.compile("sgd", "mse")
-    x = np.zeros((4, 4), "float32")
-    model.fit(x, [np.zeros((4, 3))] * len(activations), verbose=0)
-    model.predict(x, verbose=0)
-    model.evaluate(x, [np.zeros((4, 3))] * len(activations), verbose=0)
-    assert said == [f'{line} `dtype="float32"`']
-
-
-@pytest.mark.costly
-def test_a_float32_output_is_not_reported(said):
-    x, y = penalised.batch()
-    with global_policy.policy_scope("mixed_float16"):
-        model = keras.Sequential([keras.layers.Dense(3, dtype="float32")])
-    model.compile("sgd", "mse")
-    model.fit(x, y, verbose=0)
-    assert said == []
 
 
 def test_an_explicit_dtype_of_a_loss_is_obeyed():

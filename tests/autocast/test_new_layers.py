@@ -50,12 +50,9 @@ def test_a_rule_keeps_the_layer_it_names_and_no_other(items):
 def test_an_explicit_dtype_of_the_user_wins_over_a_rule(dtype):
     with global_policy.policy_scope("mixed_float16"):
         layer = keras.layers.Softmax(dtype=dtype)
+        dense = keras.layers.Dense(1, dtype="float32")
     assert layer.dtype_policy == keras.dtype_policies.get(dtype)
-
-
-def test_an_explicit_float32_wins_over_the_policy():
-    with global_policy.policy_scope("mixed_float16"):
-        assert computes_in(keras.layers.Dense(1, dtype="float32")) == "float32"
+    assert computes_in(dense) == "float32"
 
 
 def test_a_policy_given_to_a_layer_becomes_plain():
