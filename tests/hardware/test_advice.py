@@ -62,11 +62,6 @@ def test_products_have_the_shapes_of_the_matrices(layer, shape, expected):
     assert row.shapes == expected
 
 
-def test_each_product_of_two_numbers_is_two_operations():
-    (row,) = advise(sequential(keras.layers.Dense(10)), 32).rows
-    assert row.flops == 2 * 32 * 16 * 10
-
-
 @helpers.requires_backend("jax")
 def test_operations_agree_with_what_the_compiler_counts():
     import jax
@@ -233,17 +228,12 @@ def test_the_inputs_may_come_as_a_dataset():
     assert row.shapes == ((32, 16, 8),)
 
 
-def test_the_advice_prints_as_a_table():
-    text = str(advise(sequential(keras.layers.Dense(10, name="head")), 32))
-    assert "head" in text
-    assert "n 10 -> 16" in text
-
-
 def test_the_ten_costliest_layers_are_printed():
-    layers = [keras.layers.Dense(8, name=f"layer_{n}") for n in range(12)]
+    layers = [keras.layers.Dense(10, name=f"layer_{n}") for n in range(12)]
     advice = advise(sequential(*layers), 32)
     assert len(advice.rows) == 12
     assert str(advice).count("layer_") == 10
+    assert "n 10 -> 16" in str(advice)
     assert "and 2 cheaper layers" in str(advice)
     assert "No product is in 16 bit" in str(advice)
 
