@@ -13,7 +13,6 @@ from benchmarks.fault_cases import resumable, saved_state, systems
 from tests import helpers
 
 TFMIX = systems.by_name("tfmix")
-POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 # Lies after the first state saved at an epoch's end, and before the last.
 FIRST, LAST = resumable.STEPS_PER_EPOCH + 1, resumable.STEPS - 1
 
@@ -76,30 +75,6 @@ def after_some_steps(wrap=TFMIX, steps=8):
     for step in range(steps):
         model.train_on_batch(*batches[step])
     return model
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("loading_policy", POLICIES)
-def test_a_saved_model_continues_under_any_policy(tmp_path, loading_policy):
-    model = after_some_steps()
-    model.save(tmp_path / "model.keras")
-    TFMIX.set_policy(loading_policy)
-    loaded = keras.saving.load_model(tmp_path / "model.keras")
-    assert type(loaded.optimizer) is type(model.optimizer)
-    before = resumable.state(model)
-    assert not resumable.differing(before, resumable.state(loaded))
-    batch = resumable.Batches()[9]
-    for each in (model, TFMIX.guard(loaded)):
-        each.train_on_batch(*batch)
-    after, of_loaded = resumable.state(model), resumable.state(loaded)
-    if loading_policy == "float32":
-        assert not resumable.differing(after, of_loaded)
-    # The model was created without a tfmix policy. Under one, its weight
-    # gradients are summed in float32.
-    for one, other in zip(after.values(), of_loaded.values(), strict=True):
-        error = np.linalg.norm(np.subtract(other, one, dtype="float64"))
-        assert error < 0.1 * np.linalg.norm(one) + 1e-4
-    assert resumable.differing(before, after)
 
 
 @pytest.mark.costly
@@ -167,37 +142,6 @@ def test_a_checkpoint_that_keras_saved_loads(tmp_path):
     # Keras's scaler has no counters, so ours keep their values.
     checkpoint.read(path).expect_partial()
     assert_holds_keras_state(model, saved)
-
-
-@pytest.mark.parametrize("phase", range(5))
-def test_the_growth_window_resumes_at_any_phase(phase):
-    window = 4
-
-    def wrapped():
-        variable = keras.Variable(np.float32([1.0]))
-        optimizer = TFMIX.wrap(
-            keras.optimizers.SGD(0.1),
-            initial_scale=8.0,
-            dynamic_growth_steps=window,
-        )
-        optimizer.build([variable])
-        return variable, optimizer
-
-    def steps(variable, optimizer, count):
-        for _ in range(count):
-            scaled = optimizer.scale_loss(keras.ops.convert_to_tensor([1.0]))
-            optimizer.apply([scaled], [variable])
-
-    variable, optimizer = wrapped()
-    steps(variable, optimizer, phase)
-    store = {}
-    optimizer.save_own_variables(store)
-    variable, resumed = wrapped()
-    resumed.load_own_variables(store)
-    steps(variable, resumed, window - 1 - phase % window)
-    assert resumed.loss_scale == 8.0 * 2 ** (phase // window)
-    steps(variable, resumed, 1)
-    assert resumed.loss_scale == 16.0 * 2 ** (phase // window)
 
 
 @pytest.mark.slow

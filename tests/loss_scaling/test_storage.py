@@ -90,30 +90,6 @@ def test_a_state_of_another_optimizer_is_refused_and_changes_nothing():
         helpers.assert_same_bits(now, then)
 
 
-def test_the_state_of_kerass_own_class_is_read():
-    theirs = keras.optimizers.LossScaleOptimizer(
-        keras.optimizers.Adam(0.1), initial_scale=256.0
-    )
-    step = steps.stepper(theirs, steps.variables(), steps.MODES[1])
-    for seed in range(3):
-        step(steps.gradients(seed))
-    store = {}
-    theirs.save_own_variables(store)
-    ours = Wrapped(keras.optimizers.Adam(0.1))
-    ours.build(steps.variables())
-    ours.load_own_variables(store)
-    assert ours.loss_scale == 256.0
-    assert int(ours.iterations) == 3
-    assert int(ours.step_counter.numpy()) == 3
-    pairs = zip(
-        ours.inner_optimizer.variables,
-        theirs.inner_optimizer.variables,
-        strict=True,
-    )
-    for left, right in pairs:
-        helpers.assert_same_bits(left, right)
-
-
 def test_a_run_without_loss_scaling_can_continue_with_it():
     bare = keras.optimizers.Adam(0.1)
     step = steps.stepper(bare, steps.variables(), steps.MODES[1])
@@ -164,33 +140,6 @@ def test_a_state_that_lacks_a_newer_counter_still_loads():
     target.load_own_variables(store)
     assert target.skipped_steps == 2
     assert set(target.overflow_counts.values()) == {0}
-
-
-@helpers.requires_backend("tensorflow")
-def test_a_tensorflow_checkpoint_of_kerass_own_class_is_restored(tmp_path):
-    import tensorflow as tf
-
-    theirs = keras.optimizers.LossScaleOptimizer(
-        keras.optimizers.Adam(0.1), initial_scale=64.0
-    )
-    model_variables = steps.variables()
-    step = steps.stepper(theirs, model_variables, "graph")
-    for seed in range(3):
-        step(steps.gradients(seed))
-    path = tf.train.Checkpoint(optimizer=theirs).save(tmp_path / "theirs")
-    ours = Wrapped(keras.optimizers.Adam(0.1))
-    ours.build(steps.variables())
-    status = tf.train.Checkpoint(optimizer=ours).restore(path)
-    status.expect_partial()
-    assert ours.loss_scale == 64.0
-    assert int(ours.iterations) == 3
-    pairs = zip(
-        ours.inner_optimizer.variables,
-        theirs.inner_optimizer.variables,
-        strict=True,
-    )
-    for left, right in pairs:
-        helpers.assert_same_bits(left, right)
 
 
 @helpers.requires_backend("tensorflow")

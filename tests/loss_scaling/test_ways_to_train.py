@@ -188,6 +188,31 @@ class OwnStep(Own):
         return {"seen": self.seen.result()}
 
 
+class Averaging(OwnStep):
+    """Keeps an average of the weights, like Keras's DDIM example.
+
+    The average is a network as well, whose weights count as trainable.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.average = network()
+
+    def compiled_as(self, mode):
+        Own.compiled_as(self, mode)
+        self.optimizer.build(self.network.trainable_variables)
+
+    def train_step(self, batch):
+        weights = self.network.trainable_variables
+        slopes, _, loss = self.slopes(batch, weights)
+        self.optimizer.apply(slopes, weights)
+        averages = self.average.trainable_variables
+        for average, weight in zip(averages, weights, strict=True):
+            average.assign(0.9 * average + 0.1 * weight)
+        self.seen.update_state(loss)
+        return {"seen": self.seen.result()}
+
+
 class OwnName(Own):
     """Gives `compile` no optimizer."""
 
@@ -423,6 +448,24 @@ class OwnStepOnJax(Own):
         return self.optimizer.stateless_apply(slots, slopes, weights)
 
 
+class AveragingOnJax(OwnStepOnJax):
+    def __init__(self):
+        super().__init__()
+        self.average = network()
+
+    compiled_as = Averaging.compiled_as
+
+    def applied(self, slots, slopes, weights, others):
+        count = len(self.network.trainable_variables)
+        weights, averages = weights[:count], weights[count:]
+        weights, slots = self.optimizer.stateless_apply(
+            slots, slopes[:count], weights
+        )
+        pairs = zip(averages, weights, strict=True)
+        averages = [0.9 * average + 0.1 * weight for average, weight in pairs]
+        return [*weights, *averages], slots
+
+
 class BranchOnJax(OwnStepOnJax):
     """Applies every second time."""
 
@@ -495,9 +538,11 @@ WAYS = {
     "loop with accumulation": loop(True, gradient_accumulation_steps=2),
 }
 if ON_JAX:
-    own_steps, in_turns = [OwnStepOnJax], [ByHandOnJax, BranchOnJax]
+    own_steps = [OwnStepOnJax, AveragingOnJax]
+    in_turns = [ByHandOnJax, BranchOnJax]
 else:
     own_steps = [OwnStep, OwnName, OwnLayers, Gan, GanOfLayers, SharpnessAware]
+    own_steps += [Averaging]
     in_turns = [ByHand, ByHandOwnName, Branch]
     WAYS["fit of two replicas"] = fit(mirrored)
     WAYS["fit, applied in a branch"] = fit(in_branch)
@@ -537,6 +582,8 @@ QUICK = {
     ("OwnName", "graph"),
     ("GanOfLayers", "graph"),
     ("OwnStepOnJax", "xla"),
+    ("Averaging", "graph"),
+    ("AveragingOnJax", "xla"),
 }
 CASES = [one for one in itertools.product(WAYS, MODES) if one not in NEVER]
 
