@@ -1,9 +1,9 @@
 """A random image transformation as a layer, as in contrastive examples."""
 
-import keras
-import numpy as np
 import tensorflow as tf
 from keras import layers
+
+from tests.wild import _fit
 
 
 class RandomColorAffine(layers.Layer):
@@ -24,17 +24,10 @@ class RandomColorAffine(layers.Layer):
 
 
 def main(jit=False):
-    rng = np.random.default_rng(0)
-    x = rng.random((64, 8, 8, 3), "float32")
-    y = rng.integers(0, 2, 64)
-    model = keras.Sequential(
-        [
-            layers.Rescaling(1.0),
-            RandomColorAffine(),
-            layers.Conv2D(8, 3, activation="relu"),
-            layers.GlobalAveragePooling2D(),
-            layers.Dense(1, activation="sigmoid"),
-        ]
+    return _fit.images(
+        layers.Rescaling(1.0),
+        RandomColorAffine(),
+        layers.Conv2D(8, 3, activation="relu"),
+        layers.GlobalAveragePooling2D(),
+        jit=jit,
     )
-    model.compile("adam", "binary_crossentropy", jit_compile=jit)
-    return model.fit(x, y, batch_size=16, epochs=4, verbose=0).history["loss"]

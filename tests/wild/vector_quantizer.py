@@ -1,9 +1,9 @@
 """VQ-VAE's codebook: distances, one-hot, straight-through gradient."""
 
-import keras
-import numpy as np
 import tensorflow as tf
 from keras import layers
+
+from tests.wild import _fit
 
 
 class VectorQuantizer(layers.Layer):
@@ -24,15 +24,6 @@ class VectorQuantizer(layers.Layer):
 
 
 def main(jit=False):
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(64, 8)).astype("float32")
-    y = x.sum(1, keepdims=True)
-    model = keras.Sequential(
-        [
-            layers.Dense(16, activation="relu"),
-            VectorQuantizer(),
-            layers.Dense(1),
-        ]
+    return _fit.rows(
+        layers.Dense(16, activation="relu"), VectorQuantizer(), jit=jit
     )
-    model.compile("adam", "mse", jit_compile=jit)
-    return model.fit(x, y, batch_size=16, epochs=4, verbose=0).history["loss"]
