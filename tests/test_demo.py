@@ -1,7 +1,6 @@
 """The demo: its data, its arithmetic, its verdict and a short real run."""
 
 import dataclasses
-import json
 import sys
 
 import keras
@@ -72,39 +71,24 @@ def test_half_shifts_move_the_mass_by_half_a_pixel_each_way():
     assert centres == [(3, 4), (3.5, 4), (2.5, 4), (3, 4.5), (3, 3.5)]
 
 
-def test_half_shifts_stay_in_step_with_the_labels():
-    images = np.arange(3, dtype="float32").reshape(3, 1, 1, 1)
-    images = np.broadcast_to(images, (3, 8, 8, 1))
-    inner = demo.with_half_shifts(images)[:, 4, 4, 0]
-    assert inner.tolist() == np.tile([0.0, 1.0, 2.0], 5).tolist()
-
-
 @pytest.mark.parametrize(
-    ("accuracies", "healthy"),
+    ("rows", "accuracies", "healthy"),
     [
-        ((0.99, 0.99, 0.99), True),
-        ((0.98, 0.984, 0.98), True),
-        ((0.979, 0.98, 0.98), False),
-        ((0.99, 0.982, 0.99), False),
-        ((0.982, 0.985, 0.99), False),
+        (6272, (0.99, 0.99, 0.99), True),
+        (6272, (0.98, 0.984, 0.98), True),
+        (6272, (0.979, 0.98, 0.98), False),
+        (6272, (0.99, 0.982, 0.99), False),
+        (6272, (0.982, 0.985, 0.99), False),
+        # Fewer images have a goal of their own.
+        (1216, (0.96, 0.96, 0.955), True),
+        (1216, (0.95, 0.9599, 0.95), True),
+        (1216, (0.95, 0.961, 0.95), False),
+        (1216, (0.949, 0.95, 0.95), False),
     ],
 )
-def test_the_verdict_asks_for_accuracy_and_for_agreement(accuracies, healthy):
-    assert report_of(*accuracies).healthy is healthy
-
-
-@pytest.mark.parametrize(
-    ("accuracies", "healthy"),
-    [
-        ((0.96, 0.96, 0.955), True),
-        ((0.95, 0.9599, 0.95), True),
-        ((0.95, 0.961, 0.95), False),
-        ((0.949, 0.95, 0.95), False),
-    ],
-)
-def test_fewer_images_have_a_goal_of_their_own(accuracies, healthy):
+def test_the_verdict_asks_for_accuracy_and_agreement(rows, accuracies, healthy):
     pairs = zip(demo.POLICIES, accuracies, strict=True)
-    runs = [make_run(policy, mean, rows=1216) for policy, mean in pairs]
+    runs = [make_run(policy, mean, rows=rows) for policy, mean in pairs]
     assert demo.Report(tuple(runs)).healthy is healthy
 
 
@@ -186,12 +170,6 @@ def test_the_table_says_whether_the_goal_was_reached(capsys):
         assert word in out
         assert all(policy in out for policy in demo.POLICIES)
         assert "6,272" in out
-
-
-def test_the_report_is_plain_json():
-    data = json.loads(json.dumps(report_of(0.99, 0.98, 0.99).to_dict()))
-    assert data["runs"][1]["accuracy"] == 0.98
-    assert data["healthy"] is False
 
 
 def test_the_plot_is_left_out_where_matplotlib_is_missing(

@@ -6,7 +6,7 @@ import pytest
 from keras import ops
 
 from tests import helpers, sixteen_bit
-from tfmix.optimizers import bfloat16_optimizer, master_weights, noise
+from tfmix.optimizers import bfloat16_optimizer, noise
 
 COUNT = 100_000
 STEP = 2.0**-7  # the gap between 1.0 and the next bfloat16
@@ -128,12 +128,6 @@ def test_float16_variables_are_refused(way):
     stored = sixteen_bit.variables("float16")
     with pytest.raises(ValueError, match="'v0' of dtype 'float16'"):
         sixteen_bit.WAYS[way](keras.optimizers.SGD()).build(stored)
-
-
-def test_masters_and_bfloat16_optimizer_do_not_nest():
-    inner = master_weights.MasterWeightOptimizer("sgd")
-    with pytest.raises(ValueError, match="cannot wrap MasterWeightOptimizer"):
-        bfloat16_optimizer.BFloat16Optimizer(inner)
 
 
 @helpers.requires_backend("tensorflow")

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from keras import ops
 
-import tfmix
 from tests import helpers, sixteen_bit
 from tfmix.optimizers import flat, master_weights
 
@@ -232,36 +231,3 @@ def test_a_map_of_optimizers_finds_the_paths_of_the_model():
     optimizer.build([fast, slow])
     optimizer.apply([np.ones(2, "float32")] * 2)
     assert (float(fast[0]), float(slow[0])) == (0.5, 0.75)
-
-
-def test_attributes_reach_the_inner_optimizer_both_ways():
-    adam = keras.optimizers.Adam(0.5, beta_1=0.75, clipvalue=2.0)
-    optimizer = master_weights.MasterWeightOptimizer(adam)
-    assert optimizer.beta_1 == 0.75
-    assert optimizer.clipvalue == 2.0
-    optimizer.beta_1 = 0.5
-    optimizer.clipvalue = None
-    optimizer.learning_rate = 0.25
-    assert (adam.beta_1, adam.clipvalue) == (0.5, None)
-    assert float(adam.learning_rate) == 0.25
-    with pytest.raises(AttributeError, match="no_such"):
-        _ = optimizer.no_such_thing
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("way", sixteen_bit.WAYS)
-def test_a_skipped_step_changes_nothing(way):
-    stored = sixteen_bit.variables("bfloat16")
-    optimizer = tfmix.LossScaleOptimizer(
-        sixteen_bit.WAYS[way](keras.optimizers.AdamW(0.1)), 4.0
-    )
-    optimizer.build(stored)
-    helpers.takes_scaled_gradients(optimizer)
-    good, bad = sixteen_bit.gradients(2)
-    sixteen_bit.run(optimizer, stored, [good])
-    before = sixteen_bit.bits_of(stored + optimizer.inner_optimizer.variables)
-    bad[1][0] = np.nan
-    sixteen_bit.run(optimizer, stored, [bad])
-    after = sixteen_bit.bits_of(stored + optimizer.inner_optimizer.variables)
-    assert before == after
-    assert optimizer.skipped_steps == 1

@@ -75,35 +75,29 @@ def test_a_wrong_name_is_refused_with_the_closest_and_all_names(name, meant):
     assert all(repr(allowed) in text for allowed in names.NAMES)
 
 
-@pytest.mark.parametrize(
-    "name", ["int8", "bool", "string", "uint8", "float64", "float8", ""]
-)
-def test_dtypes_that_are_not_a_policy_are_refused(name):
-    with pytest.raises(ValueError, match="must be one of"):
-        Policy(name)
-
-
-@pytest.mark.parametrize("name", [None, 16, np.float16, np.dtype("float16")])
-def test_a_name_that_is_not_a_string_is_refused(name):
-    with pytest.raises(TypeError, match="must be a string, one of"):
-        Policy(name)
-
-
-@pytest.mark.parametrize("name", ["int4", "bool", "double", ""])
-def test_a_distant_name_is_not_suggested(name):
+@pytest.mark.parametrize("name", ["int4", "bool", "uint8", "double", ""])
+def test_a_distant_name_is_refused_without_a_suggestion(name):
     with pytest.raises(ValueError, match="must be one of") as error:
         Policy(name)
     assert "Did you mean" not in str(error.value)
 
 
-def test_a_numpy_dtype_is_refused_with_both_possible_names():
-    with pytest.raises(TypeError, match="'mixed_float16', or pure 'float16'"):
-        Policy(np.float16)
-
-
-def test_keep_batchnorm_fp32_must_be_a_boolean():
-    with pytest.raises(TypeError, match="keep_batchnorm_fp32='yes'"):
-        Policy("mixed_float16", keep_batchnorm_fp32="yes")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Policy(None), "must be a string, one of"),
+        (lambda: Policy(16), "must be a string, one of"),
+        (lambda: Policy(np.dtype("float16")), "must be a string, one of"),
+        (lambda: Policy(np.float16), "'mixed_float16', or pure 'float16'"),
+        (
+            lambda: Policy("O2", keep_batchnorm_fp32="yes"),
+            "keep_batchnorm_fp32='yes'",
+        ),
+    ],
+)
+def test_an_argument_of_another_type_is_refused(make, message):
+    with pytest.raises(TypeError, match=message):
+        make()
 
 
 @pytest.mark.parametrize(
@@ -232,15 +226,6 @@ def test_levels_one_and_two_keep_batch_normalisation(name):
     assert Policy("O3").why_float32(batchnorm, "bn") is None
     on = Policy("mixed_float16", keep_batchnorm_fp32=True)
     assert on.why_float32(batchnorm, "bn")
-
-
-def test_level_one_lets_only_matmuls_compute_in_16_bit():
-    policy = Policy("O1")
-    assert not policy.outside_white_list(keras.layers.Dense)
-    assert not policy.outside_white_list(keras.layers.Conv2D)
-    assert not policy.outside_white_list(keras.layers.LSTM)
-    assert policy.outside_white_list(keras.layers.Add)
-    assert not Policy("O2").outside_white_list(keras.layers.Add)
 
 
 @pytest.mark.parametrize(
