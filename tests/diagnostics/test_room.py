@@ -2,9 +2,15 @@
 
 import keras
 import numpy as np
+import pytest
 
 from tfmix.autocast import global_policy
 from tfmix.diagnostics import check
+from tfmix.loss_scaling import optimizer as scaling
+from tfmix.loss_scaling import rules
+
+FIRST = rules.DynamicLossScale().initial_scale
+ON_JAX = keras.backend.backend() == "jax"
 
 
 def fitted(policy, last):
@@ -20,7 +26,7 @@ def fitted(policy, last):
 def test_a_model_that_scales_inside_allows_any_loss():
     report = fitted("mixed_float16", "float32")
     assert report.healthy
-    assert report.loss_scale < 1.0
+    assert report.loss_scale == FIRST
 
 
 def test_targets_that_are_too_large_for_variables_in_float16_are_a_fault():
@@ -36,3 +42,105 @@ def test_the_loss_of_a_float16_head_is_fine_in_float32():
         "float32"
     }
     assert report.healthy
+
+
+def growing(gain, **settings):
+    """Returns a model whose gradients grow by a gain of about 2**11 times."""
+    keras.utils.set_random_seed(0)
+    small = keras.initializers.RandomNormal(stddev=0.3 / gain)
+    wide = keras.layers.Dense(1024, "tanh", kernel_initializer="ones")
+    with global_policy.policy_scope("mixed_float16"):
+        model = keras.Sequential(
+            [
+                keras.Input((8,)),
+                keras.layers.Dense(16, kernel_initializer=small),
+                keras.layers.Rescaling(gain),
+                wide,
+                keras.layers.Dense(1, kernel_initializer="ones"),
+                keras.layers.Activation("linear", dtype="float32"),
+            ]
+        )
+    optimizer = scaling.LossScaleOptimizer(
+        keras.optimizers.SGD(1e-12), **settings
+    )
+    model.compile(optimizer, "mse")
+    return model
+
+
+def batch():
+    x = np.random.default_rng(0).normal(size=(64, 8)).astype("float32")
+    return x, x[:, :1]
+
+
+@pytest.mark.parametrize("jit", [True] if ON_JAX else [True, False])
+@pytest.mark.parametrize("first", [FIRST, 2.0**10])
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_a_run_that_begins_at_the_checked_scale_skips_no_step(
+    eagerly, first, jit
+):
+    model = growing(2.0**12, initial_scale=first)
+    report = check.check(model, *batch())
+    assert report.healthy
+    assert report.loss_scale < first
+    (note,) = report.notes
+    assert f"model.optimizer.loss_scale = {report.loss_scale!r}" in note
+    jit = jit and not eagerly
+    model.compile(model.optimizer, "mse", jit_compile=jit, run_eagerly=eagerly)
+    # Without that line, the search for the scale skips steps.
+    model.fit(*batch(), batch_size=8, verbose=0)
+    assert model.optimizer.skipped_steps > 3
+    again = growing(2.0**12, initial_scale=first)
+    again.compile(again.optimizer, "mse", jit_compile=jit, run_eagerly=eagerly)
+    again.optimizer.loss_scale = report.loss_scale
+    again.fit(*batch(), batch_size=8, verbose=0)
+    assert again.optimizer.skipped_steps == 0
+    assert again.optimizer.loss_scale == report.loss_scale
+
+
+class Faint(keras.layers.Layer):
+    """Returns about its input, and 1/4096 of the gradient."""
+
+    def call(self, inputs):
+        small = inputs * 2.0**-12
+        return small + keras.ops.stop_gradient(inputs - small)
+
+
+def test_gradients_that_vanish_inside_are_judged_at_a_higher_scale():
+    with global_policy.policy_scope("mixed_float16"):
+        parts = [keras.layers.Dense(16), Faint(), Faint()]
+        model = keras.Sequential([keras.Input((8,)), *parts])
+    model.compile("sgd", "mse")
+    report = check.check(model, batch()[0], np.zeros((64, 16)))
+    assert report.loss_scale > FIRST
+    assert report.healthy
+
+
+@pytest.mark.parametrize("factor", [1e-25, 1e25])
+def test_the_scale_does_not_depend_on_the_size_of_the_loss(factor):
+    def loss(y, outputs):
+        return keras.ops.mean(keras.ops.square(y - outputs)) * factor
+
+    report = check.check(growing(1.0), *batch(), loss=loss)
+    assert report.healthy
+    assert report.loss_scale == FIRST
+    assert report.notes == ()
+
+
+def test_the_scale_does_not_depend_on_how_unlikely_a_class_is():
+    with global_policy.policy_scope("mixed_float16"):
+        logits = keras.layers.Dense(3, kernel_initializer="ones")
+        last = keras.layers.Activation("softmax", dtype="float32")
+        model = keras.Sequential([keras.Input((3,)), logits, last])
+    logits.kernel.assign(np.diag([12.0, 6.0, 0.0]))
+    x, y = np.eye(3, dtype="float32"), np.array([2, 2, 1])
+    loss = "sparse_categorical_crossentropy"
+    report = check.check(model, x, y, loss=loss)
+    assert report.healthy
+    assert report.loss_scale == FIRST
+
+
+def test_a_scale_that_never_moves_is_the_one_that_is_checked():
+    model = growing(2.0**12, loss_scale=rules.FixedLossScale(FIRST))
+    report = check.check(model, *batch())
+    assert report.loss_scale == FIRST
+    assert {row.verdict for row in report.faults} == {"overflow"}

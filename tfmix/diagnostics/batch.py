@@ -10,7 +10,8 @@ from keras import ops, tree
 
 from tfmix import _arguments, _bad_rows
 from tfmix._keras import layers
-from tfmix.diagnostics import probe, programs
+from tfmix.diagnostics import differentiation, probe, programs
+from tfmix.gradient_scaling import model_call, power
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,13 +51,38 @@ class Batch:
                 losses.append(ops.cast(main, "float32"))
             return outputs, sum(losses[1:], losses[0]) if losses else None
 
+    def power(self) -> float:
+        """Returns what gradients that enter the model are multiplied by.
+
+        A model that scales its gradients does so while the loss scale has its
+        first value.
+        """
+
+        def measured(weights: list[Any]) -> Any:
+            with self._at(weights) as scope:
+                outputs = layers.call_in_training(self.model, self.x)
+                floats, rebuilt = model_call.floats(outputs)
+
+                def loss(floats: list[Any]) -> list[Any]:
+                    return [self._loss(rebuilt(floats))]
+
+                (value,), back = differentiation.pullback(loss, floats)
+                gradients = back([ops.ones_like(value)])
+                added = [*map(ops.ones_like, scope.losses)]
+                return power.of(gradients, added, 1.0).up
+
+        return float(self.runner.run(measured, self.weights()))
+
     def _at(self, weights: Sequence[Any]) -> keras.StatelessScope:
         mapping = [*zip(self.model.trainable_variables, weights, strict=True)]
         return keras.StatelessScope(mapping, collect_losses=True)
 
     def loss_of(self, outputs: Sequence[Any], template: Any) -> Any:
         """Computes the loss of some float outputs, as one scalar."""
-        value = self.loss(self.y, probe.replaced(template, outputs))
+        return self._loss(probe.replaced(template, outputs))
+
+    def _loss(self, outputs: Any) -> Any:
+        value = self.loss(self.y, outputs)
         return ops.mean(value) if len(value.shape) else value
 
     def bad_rows(self) -> list[_bad_rows.BadRows]:

@@ -32,14 +32,14 @@ from tfmix.diagnostics import (
     verdicts,
 )
 from tfmix.float8 import chosen_layers
+from tfmix.loss_scaling import optimizer as scaling
 from tfmix.loss_scaling import rules
 from tfmix.policy import layer_dtypes
 from tfmix.policy import policy as policies
 
 # More rows would cost memory and show nothing new.
 ROWS = 64
-# Dynamic loss scaling starts at this scale by default.
-_LOSS_SCALE = rules.DynamicLossScale().initial_scale
+_FLOAT16 = _formats.FLOAT16
 _IDLE = "No layer computes in 16 bit, so there was nothing to compare."
 _QUANTIZED = (
     "Quantized layers keep their dtypes. To compute in 16 bit around the "
@@ -139,12 +139,15 @@ def _run(
     bad_rows = original.bad_rows()
     batch = original.without({row for bad in bad_rows for row in bad.rows})
     with _under_policy(chosen, batch.model, sixteen):
-        highest = passes.LOWEST_SCALE if warning else _LOSS_SCALE
+        is_unscaled = warning or batch.loss is None or limits is not _FLOAT16
+        rule = (
+            rules.NoLossScale() if is_unscaled else _rule(batch.model, chosen)
+        )
         own_policy = mixed_model.policy_of(batch.model)
         # A model under test counts as created, or converted, under the policy.
         has_policy = chosen is not None or own_policy is not None
         findings, judge = passes.find(
-            batch, sixteen, limits, highest, has_policy, show
+            batch, sixteen, limits, rule, has_policy, show
         )
         float8 = _float8(batch)
     bad = [*map(_bad_data, bad_rows)]
@@ -162,17 +165,41 @@ def _run(
         ),
         policy=base,
         model_name=original.model.name,
-        loss_scale=judge.scale,
+        loss_scale=judge.loss_scale,
         again=lambda other: _run(original, other, other),
         targets={target.name: target for target in judge.targets},
         sixteen_bit_layers=len(narrow),
         float8=float8,
         notes=(
-            *filter(None, [warning]),
+            *filter(None, [warning, _scale_note(judge.loss_scale, rule)]),
             *idle,
             *judge.run.fallbacks,
             *batch.notes,
         ),
+    )
+
+
+def _rule(
+    model: keras.Model, chosen: keras.DTypePolicy | None
+) -> rules.LossScale:
+    """Returns the rule of the loss scale with which the model trains."""
+    optimizer = getattr(model, "optimizer", None)
+    is_its = chosen is None or not getattr(optimizer, "is_automatic", False)
+    if is_its and isinstance(optimizer, scaling.LossScaleOptimizer):
+        return optimizer.rule
+    # `compile` chooses it for a new policy.
+    return rules.DynamicLossScale()
+
+
+def _scale_note(scale: float, rule: rules.LossScale) -> str:
+    """Returns the line that makes `fit` begin at a scale, "" if it does."""
+    first = float(rule.init()[0])
+    if scale == first:
+        return ""
+    return (
+        f"Gradients fit float16 at a loss scale of {scale:g}, but `fit` begins "
+        f"at {first:g}. After `compile`, write "
+        f"`model.optimizer.loss_scale = {scale!r}`."
     )
 
 

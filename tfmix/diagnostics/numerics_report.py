@@ -24,7 +24,9 @@ class NumericsReport(_tables.Printed):
         rows: One `LayerVerdict` per layer and phase, the most severe first.
         policy: The `tfmix.Policy` that was checked.
         model_name: The name of the model.
-        loss_scale: The loss scale at which gradients were judged.
+        loss_scale: The optimizer's loss scale at which gradients were judged,
+            the first one if they fit there. `model.optimizer.loss_scale =
+            report.loss_scale` makes `fit` begin at it.
         again: Function that checks the same batch under another policy.
         targets: The watched layers by name.
         sixteen_bit_layers: How many layers computed in 16 bit.

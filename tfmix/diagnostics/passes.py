@@ -21,16 +21,15 @@ from tfmix.loss_scaling import rules
 from tfmix.policy import layer_dtypes
 
 _Findings = list[verdicts.Finding]
-LOWEST_SCALE = rules.DynamicLossScale().lowest_scale
-# Gradient scaling inside a model has no lowest scale. Lower ones have no use.
-_LOWEST_INSIDE = 2.0**-40
+# Float32 holds this scale.
+_HIGHEST = 2.0**100
 
 
 def find(
     batch: batches.Batch,
     planned: planned_policies.Plan,
     limits: _formats.Format,
-    highest_scale: float,
+    rule: rules.LossScale,
     has_policy: bool,
     show: Callable[[float], None],
 ) -> tuple[_Findings, runs.Judge]:
@@ -40,32 +39,27 @@ def find(
         batch: The model and its data.
         planned: The dtypes of the 16-bit run.
         limits: The limits of the 16-bit format.
-        highest_scale: The loss scale to start with.
+        rule: The rule of the optimizer's loss scale.
         has_policy: Whether the model has a policy of tfmix, so that it returns
             float32 and scales its gradients inside.
         show: Function that displays the share of layers judged so far.
 
     Returns:
         One finding per layer and phase, the worst of a layer's calls; and the
-        judge of the last pass.
+        judge of the last pass, at the loss scale that fits best.
     """
     targets = probe.targets(batch.model)
     run = runs.sixteen_bit(batch, targets, planned, limits.name)
-    is_inside = has_policy and not (
-        layer_dtypes.has_sixteen_bit_variables(batch.model)
+    is_inside = (
+        has_policy
+        and limits.name == _formats.FLOAT16.name
+        and not layer_dtypes.has_sixteen_bit_variables(batch.model)
     )
-    lowest = _LOWEST_INSIDE if is_inside else LOWEST_SCALE
-    truth, scale = None, 1.0
+    truth = None
     if batch.loss is not None:
         truth = runs.truth(batch, targets, run.signatures)
-        # bfloat16 has float32's range, and needs no loss scale.
-        if limits.name == _formats.FLOAT16.name:
-            scale = _loss_scale(run, truth, lowest, highest_scale)
-    judge = runs.Judge(batch, targets, run, truth, limits, scale, lowest)
-    findings = _judge_all(judge, has_policy, show)
-    while judge.scale > lowest and _overflows_backward(findings):
-        judge = judge.lower()
-        findings = _judge_all(judge, has_policy, show)
+    judge = runs.Judge(batch, targets, run, truth, limits)
+    findings, judge = _find_scale(judge, rule, is_inside, has_policy, show)
     findings = _clear_outer(findings, targets)
     worst: dict[tuple[str, str], verdicts.Finding] = {}
     for finding in sorted(findings, key=lambda finding: finding.rank):
@@ -73,24 +67,64 @@ def find(
     return list(worst.values()), judge
 
 
-def _loss_scale(
-    run: runs.SixteenBitRun, truth: runs.Truth, lowest: float, highest: float
-) -> float:
-    """Returns the loss scale that dynamic scaling would reach."""
+def _find_scale(
+    judge: runs.Judge,
+    rule: rules.LossScale,
+    is_inside: bool,
+    has_policy: bool,
+    show: Callable[[float], None],
+) -> tuple[_Findings, runs.Judge]:
+    """Judges all calls at the loss scale that fits them best.
+
+    It is the rule's first, unless gradients overflow or underflow there.
+    """
+
+    def allowed(scale: float) -> float:
+        return float(rule.current(rule.init()._replace(scale=scale)))
+
+    first = float(rule.init()[0])
+    judge = judge.at(first)
+    if is_inside and judge.truth is not None:
+        # At its first value, the loss scale moves nothing inside a model.
+        judge = dataclasses.replace(judge, unit=judge.batch.power() / first)
+    findings = _judge_all(judge, has_policy, show)
+    if _underflows_backward(findings):
+        higher = max(first, allowed(_room(judge, is_inside)))
+        if higher > first:
+            judge = judge.at(higher)
+            findings = _judge_all(judge, has_policy, show)
+    while _overflows_backward(findings):
+        room = _room(judge, is_inside)
+        lower = allowed(min(room, judge.loss_scale / 16.0))
+        if lower >= judge.loss_scale:
+            break
+        judge = judge.at(lower)
+        findings = _judge_all(judge, has_policy, show)
+    return findings, judge
+
+
+def _room(judge: runs.Judge, is_inside: bool) -> float:
+    """Returns the largest loss scale at which all gradients fit float16."""
+    truth = judge.truth
+    if truth is None:
+        return _HIGHEST
     sixteen = [
         tensor
         for key, tensors in truth.outputs.items()
         for tensor, dtype in zip(
-            tensors, run.signatures[key].outputs, strict=True
+            tensors, judge.run.signatures[key].outputs, strict=True
         )
         if dtype in _formats.SIXTEEN_BIT
     ]
-    largest = max(map(ranges.largest, [*truth.weights, *sixteen]), default=0.0)
+    if not is_inside:
+        # A model that scales its gradients returns those of weights unscaled.
+        sixteen += truth.weights
+    largest = max(map(ranges.largest, sixteen), default=0.0) * judge.unit
     if largest == 0.0:
-        return highest
+        return _HIGHEST
     # Two bits stay free for the sums inside a layer.
     room = math.floor(math.log2(_formats.FLOAT16.max / largest)) - 2
-    return min(max(2.0**room, lowest), highest)
+    return min(2.0**room, _HIGHEST)
 
 
 def _judge_all(
@@ -235,17 +269,29 @@ def _cast_weights(
 
 def _overflows_backward(findings: _Findings) -> bool:
     """Returns whether dynamic loss scaling would lower its scale further."""
+    return any(finding.gap.lost for finding in _of_gradients(findings))
+
+
+def _underflows_backward(findings: _Findings) -> bool:
+    return any(
+        finding.verdict == verdicts.UNDERFLOW
+        for finding in _of_gradients(findings)
+    )
+
+
+def _of_gradients(findings: _Findings) -> _Findings:
+    """Returns the findings on gradients of layers whose results are fine."""
     backward = verdicts.BACKWARD
     bad_forward = {
         finding.layer
         for finding in findings
         if finding.phase != backward and finding.verdict != verdicts.OK
     }
-    return any(
-        finding.gap.lost and finding.phase == backward
+    return [
+        finding
         for finding in findings
-        if finding.layer not in bad_forward
-    )
+        if finding.phase == backward and finding.layer not in bad_forward
+    ]
 
 
 def _clear_outer(

@@ -209,13 +209,19 @@ class Judge:
     run: SixteenBitRun
     truth: Truth | None
     limits: _formats.Format
-    scale: float
-    lowest_scale: float
+    # The optimizer's loss scale, and what it multiplies gradients by for each
+    # 1 of it.
+    loss_scale: float = 1.0
+    unit: float = 1.0
 
-    def lower(self) -> "Judge":
-        """Returns a judge at the next lower scale, or at the lowest."""
-        scale = max(self.scale / 16.0, self.lowest_scale)
-        return dataclasses.replace(self, scale=scale)
+    @property
+    def scale(self) -> float:
+        """What gradients are multiplied by."""
+        return self.loss_scale * self.unit
+
+    def at(self, loss_scale: float) -> "Judge":
+        """Returns a judge at another loss scale."""
+        return dataclasses.replace(self, loss_scale=loss_scale)
 
     def pairs(self, call: probe.Call) -> list[Pair]:
         """Makes a call of the float32 run in 16 bit and in float32.

@@ -369,6 +369,19 @@ def _with_arrays(nest: Any, given: list, values: Iterable) -> Any:
     return _rebuilt(nest, replaced)
 
 
+def floats(nest: Any) -> tuple[list, Callable[[list], Any]]:
+    """Returns a nest's float arrays with what is attached, as a border does.
+
+    It also returns the function that puts others in their place.
+    """
+
+    def rebuilt(values: list) -> Any:
+        new = iter(values)
+        return _rebuilt(nest, lambda x: next(new) if _is_float(x) else x)
+
+    return list(filter(_is_float, _arrays(nest))), rebuilt
+
+
 def _arrays(nest: Any) -> list:
     """Lists the arrays of a nest, and what is attached to each."""
     arrays: list = []
