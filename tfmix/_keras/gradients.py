@@ -179,21 +179,21 @@ def handles(variables: Sequence) -> list:
 
 
 def of_graph(
-    results: Sequence, tensors: Sequence, handles: Sequence, by: Sequence
+    results: Sequence, sources: Sequence, by: Sequence, ends: Sequence
 ) -> list:
     """Returns gradients of traced results, as a tape would compute them.
 
     Args:
         results: Tensors of one graph, not necessarily the current one.
-        tensors: Their inputs, at which the backward pass ends.
-        handles: The handles of the variables that were read for them.
+        sources: The tensors, and handles of variables, that get gradients.
         by: The gradients of the results, a tensor for each.
+        ends: The tensors at which the backward pass ends.
     """
     gradients: list = gradients_util._GradientsHelper(
         list(results),
-        [*tensors, *handles],
+        list(sources),
         list(by),
-        stop_gradients=list(tensors),
+        stop_gradients=list(ends),
         src_graph=results[0].graph,
     )
     return gradients

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -67,11 +68,13 @@ class _Run:
         *,
         taped: bool | None = None,
     ) -> None:
-        # Without a tape, gradients can only be taken from the graph.
-        taped = gradients.is_recorded() if taped is None else taped
+        # A graph holds its own gradients. Inside a second tape, TensorFlow would
+        # differentiate a loop twice, for which it keeps and adds up more.
+        eager = tf.executing_eagerly()
+        if taped is None:
+            taped = eager and gradients.is_recorded()
         # In eager mode an outer tape may use it more than once. In a graph a
         # persistent tape keeps the graph alive forever.
-        eager = tf.executing_eagerly()
         self.tape = tf.GradientTape(persistent=eager) if taped else None
         with self.tape or contextlib.nullcontext():
             if self.tape is not None:
@@ -103,22 +106,28 @@ class _Border:
             tapes: The tape that recorded the run, if there is one.
         """
         of_results, of_losses = self._results
+        # A loop would compute a gradient that nobody gets in every step.
+        is_asked = [*map(gradients.reach, self._tensors)]
         made = gradients.replaced(
             [*of_results, *of_losses],
             self._tensors,
             self._variables,
-            by_tape=functools.partial(self._gradient, tapes),
+            by_tape=functools.partial(self._gradient, tapes, is_asked),
             # A graph that held a tape would never be freed.
-            by_graph=functools.partial(self._gradient, []),
+            by_graph=functools.partial(
+                self._gradient, [], [True] * len(is_asked)
+            ),
         )
         return made[: len(of_results)], made[len(of_results) :]
 
-    def _gradient(self, tapes: list, *upstream: Any) -> list:
+    def _gradient(
+        self, tapes: list, is_asked: Sequence, *upstream: Any
+    ) -> list:
         count = len(self._results[0])
         with _as_written():
             by = power.of(upstream[:count], upstream[count:], self._factor)
             scaled = [_times(by.up, gradient) for gradient in upstream]
-        inside = self._inside(tapes, scaled)
+        inside = self._inside(tapes, is_asked, scaled)
         kept = [n for n, g in enumerate(inside) if g is not None]
         values = [_values(inside[n]) for n in kept]
         # In another graph, such as that of a nested `tf.function`'s gradient,
@@ -149,18 +158,34 @@ class _Border:
                 inside[n] = _as_before(inside[n], true)
         return inside
 
-    def _inside(self, tapes: list, scaled: Sequence) -> list:
-        """Returns the gradients of the tensors, then of the variables."""
-        is_eager = self._trace == compilation.EAGER
-        if tapes:
-            # In a graph it is used once, and then freed.
-            tape = tapes[0] if is_eager else tapes.pop()
-            return self._asked(tape, self._results, self._tensors, scaled)
-        if is_eager:
-            run = _Run(self._again, self._tensors, taped=True)
-            return self._asked(run.tape, run.results, self._tensors, scaled)
-        flat = [*self._results[0], *self._results[1]]
-        return gradients.of_graph(flat, self._tensors, self._handles, scaled)
+    def _inside(
+        self, tapes: list, is_asked: Sequence, scaled: Sequence
+    ) -> list:
+        """Returns the gradients of the tensors, then of the variables.
+
+        Args:
+            tapes: The tape that recorded the run, if there is one.
+            is_asked: Whether to compute the gradient of each tensor.
+            scaled: The gradients of the results.
+        """
+        results = self._results
+        if self._trace != compilation.EAGER:
+            asked = list(itertools.compress(self._tensors, is_asked))
+            found = gradients.of_graph(
+                [*results[0], *results[1]],
+                [*asked, *self._handles],
+                scaled,
+                self._tensors,
+            )
+        else:
+            tensors = self._tensors
+            if not tapes:
+                run = _Run(self._again, tensors, taped=True)
+                tapes, results = [run.tape], run.results
+            asked = list(itertools.compress(tensors, is_asked))
+            found = self._asked(tapes[0], results, asked, scaled)
+        rest = iter(found)
+        return [next(rest) if one else None for one in is_asked] + [*rest]
 
     def _asked(
         self,
