@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class Result(NamedTuple):
-    """The outcome of a test: `passed`, `failed` or `skipped`, and the message."""
+    """A test's outcome, `passed`, `failed` or `skipped`, and the message."""
 
     outcome: str
     message: str

@@ -68,8 +68,8 @@ class _Run:
         *,
         taped: bool | None = None,
     ) -> None:
-        # A graph holds its own gradients. Inside a second tape, TensorFlow would
-        # differentiate a loop twice, for which it keeps and adds up more.
+        # A graph holds its own gradients. Inside a second tape, TensorFlow
+        # would differentiate a loop twice, for which it keeps and adds up more.
         eager = tf.executing_eagerly()
         if taped is None:
             taped = eager and gradients.is_recorded()
@@ -168,7 +168,7 @@ class _Border:
             is_asked: Whether to compute the gradient of each tensor.
             scaled: The gradients of the results.
         """
-        results = self._results
+        results: Sequence[Any] = self._results
         if self._trace != compilation.EAGER:
             asked = list(itertools.compress(self._tensors, is_asked))
             found = gradients.of_graph(
