@@ -38,10 +38,10 @@ class LowMemoryOptimizer(
     pure 16-bit models, set `slot_dtype` of `MasterWeightOptimizer` or
     `BFloat16Optimizer` instead. Both moments of Adam take 2.03 bytes per
     weight instead of 8. Each number is an 8-bit float, signed for means and
-    unsigned for second moments, in blocks of 256 that share a scale (after
-    arXiv 2110.02861, which uses a table of codes). A step computes in float32,
-    rounds its new state stochastically, and updates weights from the rounded
-    state. (A second moment moves by 0.1 % a step, which rounding to nearest
+    unsigned for second moments, in blocks that share a scale (after arXiv
+    2110.02861, which uses a table of codes). A block is one row of a kernel, or
+    its fewest last axes with 256 numbers. A step computes in float32, rounds
+    its new state stochastically, and updates weights from the rounded state. (A second moment moves by 0.1 % a step, which rounding to nearest
     would drop.)
 
     Args:
