@@ -41,8 +41,9 @@ class LowMemoryOptimizer(
     unsigned for second moments, in blocks that share a scale (after arXiv
     2110.02861, which uses a table of codes). A block is one row of a kernel, or
     its fewest last axes with 256 numbers. A step computes in float32, rounds
-    its new state stochastically, and updates weights from the rounded state. (A second moment moves by 0.1 % a step, which rounding to nearest
-    would drop.)
+    its new state stochastically, and updates weights from the rounded state.
+    (A second moment moves by 0.1 % a step, which rounding to nearest would
+    drop.)
 
     Args:
         inner_optimizer: A `keras.optimizers.Optimizer`, its name or config.
