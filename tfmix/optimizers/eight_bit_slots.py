@@ -305,8 +305,8 @@ class _Slot(variables.Float32View):
 
     def load(self) -> Any:
         """Returns the float32 value as a tensor."""
-        parts = map(ops.convert_to_tensor, (self.stored, *self.beside))
-        return eight_bit.decode(*parts, self.code)
+        codes, scales = map(ops.convert_to_tensor, (self.stored, *self.beside))
+        return eight_bit.decode(codes, scales, self.code)
 
     def store(self, value: Any) -> None:
         """Stores a float32 tensor, rounded stochastically."""
