@@ -1,13 +1,15 @@
 """Mixed precision on a GPU: whole training steps, and float8 products.
 
-    python -m benchmarks.gpu [--part=models,products] [--models=NAME,...]
-        [--minutes 8] [--into=FILE] [--at_once 4] [--dry_run] [--json]
-        [--save=docs]
+    python -m benchmarks.gpu [--part=models,products,tensorflow]
+        [--models=NAME,...] [--minutes 8] [--into=FILE] [--at_once 4]
+        [--dry_run] [--json] [--save=docs]
 
 `models` trains the models of `gpu_models` with `fit`, under tfmix and under
 Keras's own policies, and one of them in PyTorch and in plain JAX. `products`
 compares single products in float8 with bfloat16. KERAS_BACKEND chooses the
-backend.
+backend. `tensorflow` writes TensorFlow's compiled steps beside FILE, where
+TensorFlow is installed, and times them with JAX, which needs no TensorFlow: on
+a GPU's machine without it, bring that folder along.
 
 Each row has its own process; `--at_once` of them import and build while one
 uses the GPU. Each row is written to FILE when it is done, and rows in FILE are
@@ -33,9 +35,9 @@ from typing import Any
 
 from absl import app, flags, logging
 
-from benchmarks import answers, results
+from benchmarks import answers, gpu_tensorflow, results
 
-PARTS = ("models", "products")
+PARTS = ("models", "products", "tensorflow")
 MODELS = ("llama", "vit", "transformer", "resnet50")
 _BF16, _F16, _FLOAT8 = "mixed_bfloat16", "mixed_float16", "mixed_float8"
 # Model, library, precision and optimizer, the most important first.
@@ -45,19 +47,25 @@ JOBS = (
     ("vit", "tfmix", _BF16, "adam"),
     ("vit", "tfmix", _BF16, "LowMemoryOptimizer"),
     ("llama", "keras", _BF16, "adam"),
+    ("llama", "keras", "float32", "adam"),
     ("llama", "tfmix", _BF16, "adam, unchecked"),
     ("llama", "keras", _FLOAT8, "adam"),
     ("products",),
     ("transformer", "tfmix", _BF16, "adam"),
     ("transformer", "keras", _BF16, "adam"),
+    ("transformer", "keras", "float32", "adam"),
     ("transformer", "torch", _BF16, "adam"),
     ("transformer", "by hand", _BF16, "adam"),
     ("transformer", "tfmix", _F16, "adam"),
     ("transformer", "keras", _F16, "adam"),
     ("resnet50", "tfmix", _BF16, "adam"),
     ("resnet50", "keras", _BF16, "adam"),
+    ("resnet50", "keras", "float32", "adam"),
     ("resnet50", "tfmix", _F16, "adam"),
     ("resnet50", "keras", _F16, "adam"),
+    ("tensorflow", "llama"),
+    ("tensorflow", "transformer"),
+    ("tensorflow", "resnet50"),
 )
 DRY = "dry run, no figures"
 _KEY = ("model", "library", "precision", "optimizer")
@@ -70,6 +78,11 @@ _MODELS_NOTE = (
     "`auto_scale_loss=False`, without the check that gradients are finite. "
     "PyTorch has autocast, `torch.compile` and fused Adam. The first step is "
     "timed from the call of `fit`."
+)
+_TENSORFLOW_NOTE = (
+    "The program that TensorFlow compiles, run by JAX's client without `fit`; "
+    "a model's rows take turns in one process. The memory is the compiler's "
+    "plan."
 )
 _PRODUCTS_NOTE = (
     "Each with both gradients, rounding to float8 included, which in a model "
@@ -89,7 +102,10 @@ class File:
     def __init__(self, path: pathlib.Path, record: dict[str, Any]) -> None:
         self._path = path
         self._lock = threading.Lock()
-        self.record = read(path) or {**record, **{part: [] for part in PARTS}}
+        parts: dict[str, Any] = {part: [] for part in PARTS}
+        self.record = {**parts, **(read(path) or record)}
+        #: Where TensorFlow's programs are.
+        self.programs = folder_of(path)
         here, there = origin(record), origin(self.record)
         if here != there:
             raise app.UsageError(
@@ -114,6 +130,11 @@ class File:
             written.replace(self._path)
 
 
+def folder_of(path: pathlib.Path) -> str:
+    """Returns the folder of TensorFlow's programs for a file of rows."""
+    return str(path.parent / "tensorflow-steps")
+
+
 def origin(record: dict[str, Any]) -> str:
     """Returns the card and the backend of a record."""
     return f"{record['machine']['gpu']} under {record['backend']}"
@@ -124,8 +145,10 @@ def read(path: pathlib.Path) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def jobs(backend: str, chosen: set[str]) -> list[tuple[str, ...]]:
-    """Returns the jobs of the chosen models and products."""
+def jobs(
+    backend: str, parts: set[str], models: set[str]
+) -> list[tuple[str, ...]]:
+    """Returns the jobs of the chosen parts and models."""
     alone = {"by hand", "torch"}  # These are the same under any backend.
     if backend == "jax":
         alone -= {"by hand"}
@@ -134,9 +157,10 @@ def jobs(backend: str, chosen: set[str]) -> list[tuple[str, ...]]:
     return [
         job
         for job in JOBS
-        if job[0] in chosen
+        if (job[0] if job[0] in PARTS else "models") in parts
+        and (job[0] == "products" or models & {*job})
         and not alone & {*job}
-        and (job[0] != "products" or backend == "jax")
+        and (job[0] not in PARTS or backend == "jax")
     ]
 
 
@@ -152,6 +176,13 @@ def answered(
         module = "benchmarks.gpu_products"
         for row in answers.answers_of(module, *words, *known):
             yield "products", row
+    elif job[0] == "tensorflow":
+        known = {row["model"] for row in file.record["tensorflow"]}
+        if job[1] not in known:
+            module = "benchmarks.gpu_tensorflow"
+            words = ["time", job[1], file.programs, *words]
+            for row in answers.answers_of(module, *words):
+                yield "tensorflow", {"model": job[1], **row}
     elif not file.has(job):
         row = answers.answer_of("benchmarks.gpu_worker", *job, *words)
         if row is not None:
@@ -183,6 +214,20 @@ def measure(file: File, wanted: list[tuple[str, ...]]) -> list[str]:
     return failed
 
 
+def write_programs(folder: str, wanted: list[tuple[str, ...]]) -> None:
+    """Writes TensorFlow's programs of some jobs, if it is installed."""
+    if not importlib.util.find_spec("tensorflow"):
+        return
+    size = "tiny" if FLAGS.dry_run else "full"
+    for model in [job[1] for job in wanted if job[0] == "tensorflow"]:
+        for row in gpu_tensorflow.STEPS[model]:
+            answers.answer_of(
+                "benchmarks.gpu_tensorflow",
+                *("write", model, folder, *row, size),
+                environment={"KERAS_BACKEND": "tensorflow"},
+            )
+
+
 def tables(record: dict[str, Any]) -> list[results.Table]:
     """Returns the tables of a file's rows, in the order of the jobs."""
     rows = sorted(
@@ -196,12 +241,7 @@ def tables(record: dict[str, Any]) -> list[results.Table]:
             "library": row["library"],
             "optimizer": row["optimizer"],
             "first step, s": row["first step, s"],
-            "ms a step": {
-                "median": row["ms"],
-                "low": row["least ms"],
-                "high": row["most ms"],
-                "runs": 5,
-            },
+            "ms a step": _spread(row),
             "peak, GB": row["peak, GB"],
         }
         for row in rows
@@ -213,8 +253,30 @@ def tables(record: dict[str, Any]) -> list[results.Table]:
         name = f"{row['k']} x {row['n']}"
         cells = products.setdefault(name, {"weight": name})
         cells[f"{row['rows']} rows"] = row["ratio"]
+    of_tensorflow = [
+        {
+            "model": row["model"],
+            "precision": row["precision"],
+            "library": row["library"],
+            "compiling, s": row["compiling, s"],
+            "ms a step": _spread(row),
+            "memory, GB": row["memory, GB"],
+        }
+        for row in record.get("tensorflow", ())
+    ]
     return [
         results.Table("Training steps", shown, _MODELS_NOTE),
+        *(
+            [
+                results.Table(
+                    "TensorFlow's training steps",
+                    of_tensorflow,
+                    _TENSORFLOW_NOTE,
+                )
+            ]
+            if of_tensorflow
+            else []
+        ),
         *(
             [
                 results.Table(
@@ -229,13 +291,18 @@ def tables(record: dict[str, Any]) -> list[results.Table]:
     ]
 
 
+def _spread(row: dict[str, Any]) -> dict[str, Any]:
+    low, high = row["least ms"], row["most ms"]
+    return {"median": row["ms"], "low": low, "high": high, "runs": 5}
+
+
 def found_gpu() -> str | None:
     """Returns the GPU's name, from a process that then releases the GPU."""
     return answers.answer_of("benchmarks.gpu_worker", "device")
 
 
 FLAGS = results.flag_values()
-results.add_names(FLAGS, "part", PARTS, PARTS, "which parts")
+results.add_names(FLAGS, "part", PARTS, PARTS[:2], "which parts")
 results.add_names(FLAGS, "models", MODELS, MODELS, "which models")
 flags.DEFINE_float("minutes", 8, "after which no row begins", flag_values=FLAGS)
 flags.DEFINE_integer(
@@ -268,6 +335,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(path: pathlib.Path, words: list[str], backend: str) -> int:
+    wanted = jobs(backend, {*FLAGS.part}, {*FLAGS.models})
+    write_programs(folder_of(path), wanted)
     gpu = DRY if FLAGS.dry_run else found_gpu()
     failed = []
     if gpu is None:
@@ -281,9 +350,7 @@ def _run(path: pathlib.Path, words: list[str], backend: str) -> int:
         made = run.record([])
         made["machine"]["gpu"] = gpu
         file = File(path, made)
-        chosen = {*(FLAGS.models if "models" in FLAGS.part else ())}
-        chosen |= {"products"} & {*FLAGS.part}
-        failed = measure(file, jobs(backend, chosen))
+        failed = measure(file, wanted)
         record = file.record
     record = {k: v for k, v in record.items() if k not in PARTS} | {
         "tables": [vars(table) for table in tables(record)]

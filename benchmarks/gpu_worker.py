@@ -75,21 +75,25 @@ class KerasSession:
         else:
             policy = precision.replace("float8", "bfloat16")
             keras.config.set_dtype_policy(policy)
+        if precision == "float32" and keras.backend.backend() == "jax":
+            import jax
+
+            jax.config.update("jax_default_matmul_precision", "tensorfloat32")
         keras.utils.set_random_seed(0)
-        self._model = task.build(**task.sizes)
+        self.model = task.build(**task.sizes)
         if library == "keras" and precision == "mixed_float8":
             with warnings.catch_warnings():
                 # Keras warns about each layer that has nothing to quantize.
                 warnings.simplefilter("ignore")
-                self._model.quantize("float8")
+                self.model.quantize("float8")
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        self._model.compile(adam, loss, **settings)
-        self._batch = task.batch_of_all()
-        self.weights = self._model.count_params()
+        self.model.compile(adam, loss, **settings)
+        self.batch = task.batch_of_all()
+        self.weights = self.model.count_params()
 
     def train(self, steps: int) -> float:
         """Runs steps of `fit`; returns their mean loss."""
-        history = self._model.fit(
+        history = self.model.fit(
             self._batches(steps),
             steps_per_epoch=steps,
             verbose=0,
@@ -103,13 +107,13 @@ class KerasSession:
         if keras.backend.backend() == "tensorflow":
             import tensorflow as tf
 
-            one = tf.data.Dataset.from_tensors(self._batch)
+            one = tf.data.Dataset.from_tensors(self.batch)
             return one.repeat(steps).prefetch(2)
         return self._repeated(steps)
 
     def _repeated(self, steps: int) -> Iterator[Any]:
         for _ in range(steps):
-            yield self._batch
+            yield self.batch
 
     def peak(self) -> int | None:
         """Returns the most bytes that were in use, `None` without a GPU."""

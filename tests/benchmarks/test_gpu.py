@@ -94,28 +94,29 @@ def test_a_row_has_the_first_step_and_the_median_of_the_rest(
 
 
 def test_rows_alike_under_both_backends_run_under_one(monkeypatch):
-    everything = {*gpu.MODELS, "products"}
+    everything = {*gpu.PARTS}, {*gpu.MODELS}
     monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: name)
-    assert gpu.jobs("jax", everything) == list(gpu.JOBS)
+    assert gpu.jobs("jax", *everything) == list(gpu.JOBS)
     monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None)
-    assert {job[1] for job in gpu.jobs("jax", {"transformer"})} == {
+    found = gpu.jobs("jax", {"models"}, {"transformer"})
+    assert {job[1] for job in found} == {
         "tfmix",
         "keras",
         "by hand",
     }
-    others = gpu.jobs("tensorflow", everything)
+    others = gpu.jobs("tensorflow", *everything)
     assert {job[1] for job in others} == {"tfmix", "keras"}
-    assert gpu.jobs("tensorflow", {"products"}) == []
+    assert gpu.jobs("tensorflow", {"products"}, {*gpu.MODELS}) == []
 
 
 def test_a_run_continues_where_the_last_one_ended(ran, tmp_path, capsys):
     words = [f"--into={tmp_path / 'rows.json'}", "--at_once=1", "--json"]
     assert gpu.main([*words, "--models=llama", "--part=models"]) == 0
-    assert len(ran) == 5
+    assert len(ran) == 6
     assert ran[0] == LLAMA
     ran.clear()
     assert gpu.main([*words, "--models=llama,resnet50"]) == 0
-    assert len(ran) == 5
+    assert len(ran) == 6
     assert ("products",) in ran
     ran.clear()
     capsys.readouterr()
@@ -126,7 +127,7 @@ def test_a_run_continues_where_the_last_one_ended(ran, tmp_path, capsys):
     assert record["machine"]["gpu"] == "A card"
     steps, products = record["tables"]
     models = [row["model, batch"] for row in steps["rows"]]
-    assert len(models) == 9
+    assert len(models) == 11
     assert steps["rows"][0]["ms a step"]["high"] == 3.0
     assert products["rows"][0]["8 rows"] == 1.5
 
@@ -139,7 +140,7 @@ def test_a_row_that_fails_is_named_and_the_others_are_kept(
     assert gpu.main(words) == 1
     assert "failed: vit tfmix mixed_bfloat16 LowMemoryOptimizer" in caplog.text
     rows = json.loads(path.read_text())["models"]
-    assert [row["model"] for row in rows] == ["resnet50"] * 4
+    assert [row["model"] for row in rows] == ["resnet50"] * 5
 
 
 def test_no_row_begins_after_the_deadline(ran, tmp_path):
@@ -214,7 +215,7 @@ def test_each_precision_computes_in_its_dtype(library, precision):
     made = gpu_worker.session(
         "transformer", library, precision, "adam", tiny=True
     )
-    model = made._model
+    model = made.model
     dtype = precision.removeprefix("mixed_").replace("float8", "bfloat16")
     dense = [one for one in model.layers if type(one).__name__ == "Dense"]
     assert {layer.compute_dtype for layer in dense} == {dtype}
@@ -229,7 +230,7 @@ def test_each_precision_computes_in_its_dtype(library, precision):
 
 def test_unchecked_means_without_the_check():
     checked, unchecked = (
-        gpu_worker.session(*LLAMA[:3], optimizer, tiny=True)._model.optimizer
+        gpu_worker.session(*LLAMA[:3], optimizer, tiny=True).model.optimizer
         for optimizer in ("adam", gpu_worker.UNCHECKED)
     )
     assert isinstance(checked, keras.optimizers.LossScaleOptimizer)
@@ -270,6 +271,26 @@ def test_a_dry_run_trains_a_tiny_model(capsys, monkeypatch, tmp_path, model):
     asked = [job for job in gpu.JOBS if job[0] == model]
     assert len(record["tables"][0]["rows"]) == len(asked)
     assert len(record["tables"]) == (2 if backend == "jax" else 1)
+
+
+@pytest.mark.slow
+@helpers.requires_backend("jax")
+def test_steps_of_tensorflow_are_written_and_timed_by_jax(
+    capsys, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    steps = [("tfmix", "mixed_float16")]
+    monkeypatch.setitem(gpu.gpu_tensorflow.STEPS, "transformer", steps)
+    words = [f"--into={tmp_path / 'rows.json'}", "--models=transformer"]
+    words += ["--part=tensorflow", "--dry_run", "--json"]
+    assert gpu.main(words) == 0
+    _, table = json.loads(capsys.readouterr().out)["tables"]
+    (row,) = table["rows"]
+    assert (row["library"], row["precision"]) == steps[0]
+    assert row["ms a step"]["low"] > 0
+    (path,) = (tmp_path / "tensorflow-steps").iterdir()
+    # A step overwrites weights: outputs take the place of inputs.
+    assert len(gpu.gpu_tensorflow.Program(path).aliases) > 3
 
 
 @pytest.mark.slow

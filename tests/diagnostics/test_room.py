@@ -105,14 +105,26 @@ class Faint(keras.layers.Layer):
         return small + keras.ops.stop_gradient(inputs - small)
 
 
-def test_gradients_that_vanish_inside_are_judged_at_a_higher_scale():
+def test_gradients_that_vanish_where_fit_begins_are_a_fault():
     with global_policy.policy_scope("mixed_float16"):
         parts = [keras.layers.Dense(16), Faint(), Faint()]
         model = keras.Sequential([keras.Input((8,)), *parts])
     model.compile("sgd", "mse")
     report = check.check(model, batch()[0], np.zeros((64, 16)))
-    assert report.loss_scale > FIRST
+    assert report.loss_scale == FIRST
+    assert {row.verdict for row in report.faults} == {"underflow"}
+
+
+def test_a_head_with_a_tiny_loss_is_healthy():
+    with global_policy.policy_scope("mixed_float16"):
+        inputs = keras.Input((8,))
+        hidden = keras.layers.Dense(16, "relu")(inputs)
+        heads = [keras.layers.Dense(1, name=name)(hidden) for name in "ab"]
+        model = keras.Model(inputs, heads)
+    model.compile("sgd", ["mse", "mse"], loss_weights=[1.0, 1e-6])
+    report = check.check(model, batch()[0], [batch()[1]] * 2)
     assert report.healthy
+    assert report.loss_scale == FIRST
 
 
 @pytest.mark.parametrize("factor", [1e-25, 1e25])

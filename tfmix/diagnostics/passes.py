@@ -76,7 +76,8 @@ def _find_scale(
 ) -> tuple[_Findings, runs.Judge]:
     """Judges all calls at the loss scale that fits them best.
 
-    It is the rule's first, unless gradients overflow or underflow there.
+    It is the rule's first, which `fit` begins with, or a lower one if gradients
+    overflow there.
     """
 
     def allowed(scale: float) -> float:
@@ -88,11 +89,12 @@ def _find_scale(
         # At its first value, the loss scale moves nothing inside a model.
         judge = dataclasses.replace(judge, unit=judge.batch.power() / first)
     findings = _judge_all(judge, has_policy, show)
-    if _underflows_backward(findings):
-        higher = max(first, allowed(_room(judge, is_inside)))
-        if higher > first:
-            judge = judge.at(higher)
-            findings = _judge_all(judge, has_policy, show)
+    has_heads = is_inside and len(judge.run.output_dtypes) > 1
+    if has_heads and _underflows_backward(findings):
+        # Each head scales its own gradients, also those of a tiny loss.
+        more = max(_room(judge, is_inside) / first, 1.0)
+        judge = dataclasses.replace(judge, unit=judge.unit * more)
+        findings = _judge_all(judge, has_policy, show)
     while _overflows_backward(findings):
         room = _room(judge, is_inside)
         lower = allowed(min(room, judge.loss_scale / 16.0))
