@@ -1,6 +1,7 @@
 """Chooses the cases of a parametrized test for the quick run."""
 
 import collections
+import heapq
 import zlib
 
 # Each backend runs all values of a parameter with fewer values.
@@ -66,10 +67,16 @@ def sample(cases, needless=frozenset()):
     """
     missing = set().union(*cases) - needless
     chosen = []
+    queue = [(-len(case & missing), n) for n, case in enumerate(cases)]
+    heapq.heapify(queue)
     while missing or (cases and not chosen):
-        best = max(range(len(cases)), key=lambda n: len(cases[n] & missing))
-        missing -= cases[best]
-        chosen.append(best)
+        gain, n = heapq.heappop(queue)
+        # A gain only falls, so one that has not is still the largest.
+        if (now := -len(cases[n] & missing)) != gain:
+            heapq.heappush(queue, (now, n))
+            continue
+        missing -= cases[n]
+        chosen.append(n)
     return chosen
 
 
