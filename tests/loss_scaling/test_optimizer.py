@@ -79,21 +79,6 @@ def test_a_damaged_scale_heals_without_touching_the_weights(stored, mode):
         helpers.assert_close(actual, expected, "float32")
 
 
-@pytest.mark.parametrize("mode", steps.MODES)
-def test_after_150_bad_steps_one_good_step_is_applied(mode):
-    wrapped, ours = Wrapped("sgd"), steps.variables()
-    step = steps.stepper(wrapped, ours, mode)
-    bad = scaled(steps.gradients(0), np.inf)
-    for _ in range(150 if mode != "eager" else 30):
-        step(bad)
-    assert wrapped.loss_scale == 1.0
-    before = helpers.snapshot(ours)
-    step(steps.gradients(1))
-    helpers.assert_all_finite(ours)
-    assert not np.array_equal(before[0], helpers.to_numpy(ours[0]))
-    assert wrapped.consecutive_skips == 0
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_sixteen_bit_gradients_are_divided_in_float32(dtype):
     wrapped = Wrapped(keras.optimizers.SGD(1.0), initial_scale=2.0**15)
@@ -170,17 +155,6 @@ def test_health_fails_at_the_floor_before_the_count_is_reached():
     step(bad)
     with pytest.raises(errors.LossScaleError, match="reached its floor, 1"):
         wrapped.check_health()
-
-
-def test_a_variable_without_gradient_is_left_out():
-    wrapped, ours = Wrapped("sgd", loss_scale=1.0), steps.variables()
-    wrapped.build(ours)
-    grads = [keras.ops.convert_to_tensor(steps.gradients(0)[0]), None]
-    before = helpers.snapshot(ours)
-    with pytest.warns(UserWarning, match="Gradients do not exist"):
-        wrapped.apply(grads, ours)
-    helpers.assert_unchanged(ours[1:], before[1:])
-    assert not np.array_equal(ours[0].numpy(), before[0])
 
 
 def test_the_wrapper_has_the_attributes_of_the_inner_optimizer():

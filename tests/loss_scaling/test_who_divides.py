@@ -342,16 +342,6 @@ def test_one_scaled_loss_serves_all_variables_in_any_number_of_calls():
     assert first.numpy() == second.numpy() == -4.0
 
 
-def test_the_step_of_one_optimizer_does_not_decide_for_another():
-    weights = free(), free()
-    one, two = map(scaler, weights)
-    one.apply([one.scale_loss(array(np.inf))], [weights[0]])
-    two.apply([two.scale_loss(array(1.0))], [weights[1]])
-    assert (one.skipped_steps, two.skipped_steps) == (1, 0)
-    assert (one.loss_scale, two.loss_scale) == (SCALE / 2, SCALE)
-    assert [float(w.numpy()[0]) for w in weights] == [0.0, -1.0]
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_losses_of_any_structure_are_scaled_in_float32(dtype):
     optimizer = tfmix.LossScaleOptimizer("sgd")
@@ -363,18 +353,6 @@ def test_losses_of_any_structure_are_scaled_in_float32(dtype):
     # It is not built, so it knows no variables.
     assert float(optimizer.unscale_gradients([scaled["a"]])[0]) == 3.0
     assert optimizer.overflow_counts == {}
-
-
-def test_a_value_that_overwrites_its_variable_is_neither_scaled_nor_divided():
-    weight, amax = free(), free()
-    amax.overwrite_with_gradient = True
-    optimizer = scaler(weight, amax)
-    both = [optimizer.scale_loss(array(2.0)), array(3.0)]
-    unscaled = optimizer.unscale_gradients(both)
-    assert [float(each[0]) for each in unscaled] == [2.0, 3.0]
-    optimizer.apply(both, [weight, amax])
-    optimizer.apply(unscaled, [weight, amax], unscaled=True)
-    assert (weight.numpy(), amax.numpy()) == (-4.0, 3.0)
 
 
 def test_an_optimizer_decides_again_when_its_model_is_converted():
