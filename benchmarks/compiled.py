@@ -9,7 +9,6 @@ the compiled programs.
 
 import multiprocessing
 import os
-import sys
 from collections.abc import Callable
 from concurrent import futures
 from typing import Any
@@ -18,6 +17,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import keras
+from absl import logging
 
 from benchmarks import compiled_steps, results
 from tfmix.hardware import compilers
@@ -81,11 +81,10 @@ def compilers_there(*names: str) -> bool:
         for module in compilers.missing(targets.find(name))
     }
     if lacking:
-        print(
-            f"tfmix: nothing compiled: there is no "
-            f"{', '.join(sorted(lacking))}. `make targets` makes an "
+        logging.error(
+            "nothing compiled: there is no %s. `make targets` makes an "
             "environment with all of them.",
-            file=sys.stderr,
+            ", ".join(sorted(lacking)),
         )
     return not lacking
 
@@ -94,22 +93,20 @@ FLAGS = results.flag_values()
 results.add_names(FLAGS, "part", PARTS, PARTS, "what to compile")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Parses, compiles, prints."""
-    words = sys.argv[1:] if arguments is None else arguments
-    results.parse(FLAGS, words)
-    if not compilers_there("h200", "v5e"):
-        return 0
-    run = results.Run("compiled", words, keras.backend.backend())
-    # Each part has its own process, because all programs together would need
-    # too much memory.
+def tables() -> list[results.Table]:
+    """Compiles each part in its own process, as all need too much memory."""
     with futures.ProcessPoolExecutor(
         1, multiprocessing.get_context("spawn"), max_tasks_per_child=1
     ) as pool:
         made = pool.map(_table, FLAGS.part)
-        found = results.track(made, "parts", len(FLAGS.part))
-        results.publish(run.record(list(found)), FLAGS)
-    return 0
+        return list(results.track(made, "parts", len(FLAGS.part)))
+
+
+def main() -> None:
+    """Parses, compiles, prints."""
+    results.parse(FLAGS)
+    if compilers_there("h200", "v5e"):
+        results.measure("compiled", FLAGS, tables)
 
 
 if __name__ == "__main__":

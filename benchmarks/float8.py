@@ -12,7 +12,6 @@ train.
 
 import collections
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -99,16 +98,16 @@ def table(width: int) -> results.Table:
 FLAGS = results.flag_values()
 
 
-def main(arguments: list[str] | None = None) -> int:
+def tables() -> list[results.Table]:
+    """Compares the ways at all widths."""
+    return [table(width) for width in results.track(WIDTHS, "widths")]
+
+
+def main() -> None:
     """Parses, compiles, prints."""
-    words = sys.argv[1:] if arguments is None else arguments
-    results.parse(FLAGS, words)
-    if not compiled.compilers_there("h200"):
-        return 0
-    run = results.Run("float8", words, keras.backend.backend())
-    tables = [table(width) for width in results.track(WIDTHS, "widths")]
-    results.publish(run.record(tables), FLAGS)
-    return 0
+    results.parse(FLAGS)
+    if compiled.compilers_there("h200"):
+        results.measure("float8", FLAGS, tables)
 
 
 if __name__ == "__main__":

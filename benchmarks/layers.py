@@ -13,10 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import keras
-import rich.box
 import rich.console
 import rich.progress
-import rich.table
 from absl import flags
 
 from benchmarks import (
@@ -30,7 +28,6 @@ from benchmarks import (
 )
 from benchmarks.layer_exceptions import reason
 
-_COLUMNS = ("layer", "format", "input", "Keras", "tfmix", "shown by")
 # This scale is smaller than tfmix's initial scale.
 LOSS_SCALE = 2.0**12
 
@@ -132,36 +129,25 @@ def sweep(
                 yield Row(name, fmt, kind, **found)
 
 
-def table(rows: Iterable[Row]) -> rich.table.Table:
+def table(rows: Sequence[Row]) -> results.Table:
     """Returns the interesting rows, with Keras and tfmix side by side."""
-    title = f"Keras {keras.version()}, {keras.backend.backend()}: out of line"
-    result = rich.table.Table(title=title, box=rich.box.SIMPLE_HEAD)
-    for heading in (*_COLUMNS, "why"):
-        result.add_column(heading)
-    for row in rows:
-        if not row.is_interesting:
-            continue
-        within = row.tfmix.is_within(row.bound)
-        why = "" if within else reason(row.name, row.tfmix)
-        if row.is_unexplained:
-            why = "[red]unexplained[/red]"
-        result.add_row(*_cells(row), why)
-    return result
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    sides = str(row.keras), str(row.tfmix)
-    return row.name, row.fmt, row.kind, *sides, row.proof
-
-
-def plain_table(rows: Sequence[Row]) -> results.Table:
-    """Returns the interesting rows for the page."""
-    shown = [
-        dict(zip(_COLUMNS, _cells(row), strict=True))
-        for row in rows
-        if row.is_interesting
-    ]
+    shown = [_cells(row) for row in rows if row.is_interesting]
     return results.Table("Out of line", shown, f"{summary(rows)}.")
+
+
+def _cells(row: Row) -> dict[str, str]:
+    why = ""
+    if not row.tfmix.is_within(row.bound):
+        why = reason(row.name, row.tfmix) or ""
+    return {
+        "layer": row.name,
+        "format": row.fmt,
+        "input": row.kind,
+        "Keras": str(row.keras),
+        "tfmix": str(row.tfmix),
+        "shown by": row.proof,
+        "why": "unexplained" if row.is_unexplained else why,
+    }
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -244,9 +230,9 @@ def _sweep_layers(words: Sequence[str]) -> int:
                 found = [dataclasses.asdict(row) for row in rows]
                 Path(FLAGS.json).write_text(json.dumps(found, indent=1))
     rows.sort(key=lambda row: list(recipes()).index(row.name))
-    console.print(table(rows))
-    console.print(summary(rows))
-    results.publish(run.record([plain_table(rows)]), FLAGS, shown=False)
+    record = run.record([table(rows)])
+    results.show(record)
+    results.publish(record, FLAGS, shown=False)
     return int(any(row.is_unexplained for row in rows))
 
 

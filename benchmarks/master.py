@@ -11,7 +11,6 @@ runs that alternate in this process.
 
 import dataclasses
 import statistics
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -213,20 +212,20 @@ flags.DEFINE_integer("seeds", 5, "runs of each task", flag_values=FLAGS)
 flags.DEFINE_bool("steps", False, "only time steps", flag_values=FLAGS)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Runs the benchmark of the command line."""
-    words = sys.argv[1:] if arguments is None else arguments
-    results.parse(FLAGS, words)
-    run = results.Run(
-        "master",
-        words,
-        keras.backend.backend(),
-        f"seeds 0 to {FLAGS.seeds - 1}; score: mean and standard deviation",
-    )
-    tables = [] if FLAGS.steps else [run_task(digits(), FLAGS.seeds)]
+def tables() -> list[results.Table]:
+    """Measures the task and, under TensorFlow, the steps."""
+    made = [] if FLAGS.steps else [run_task(digits(), FLAGS.seeds)]
     if keras.backend.backend() == "tensorflow":
-        tables.append(run_steps())
-    results.publish(run.record(tables), FLAGS)
+        made.append(run_steps())
+    return made
+
+
+def main() -> None:
+    """Runs the benchmark of the command line."""
+    results.parse(FLAGS)
+    seeds = f"seeds 0 to {FLAGS.seeds - 1}"
+    how = f"{seeds}; score: mean and standard deviation"
+    results.measure("master", FLAGS, tables, how)
 
 
 if __name__ == "__main__":

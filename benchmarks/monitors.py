@@ -5,7 +5,6 @@ slows both; the table shows the median ratio and its spread.
 """
 
 import os
-import sys
 import time
 from typing import Any
 
@@ -120,22 +119,20 @@ flags.DEFINE_integer("steps", 100, "steps of a turn", flag_values=FLAGS)
 flags.DEFINE_integer("rounds", 15, "turns of each callback", flag_values=FLAGS)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measures, prints and saves the table."""
-    words = sys.argv[1:] if arguments is None else arguments
-    results.parse(FLAGS, words)
-    run = results.Run(
-        "monitors",
-        words,
-        keras.backend.backend(),
-        f"seed 0; {FLAGS.rounds} rounds of {FLAGS.steps} steps in turns",
-    )
+def table() -> results.Table:
+    """Measures every callback in every mode."""
     rows = []
     for mode, jit_compile in results.track(modes().items(), "modes"):
         rows += rows_of(mode, jit_compile, FLAGS.steps, FLAGS.rounds)
     title = f"Dense network, batch {BATCH}, width {WIDTH}, mixed_float16"
-    table = results.Table(title, rows)
-    results.publish(run.record([table]), FLAGS)
+    return results.Table(title, rows)
+
+
+def main() -> None:
+    """Measures, prints and saves the table."""
+    results.parse(FLAGS)
+    how = f"seed 0; {FLAGS.rounds} rounds of {FLAGS.steps} steps in turns"
+    results.measure("monitors", FLAGS, lambda: [table()], how)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ under XLA with TensorFlow, compiled and with donated state with JAX.
 
 import os
 import statistics
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -148,15 +147,17 @@ FLAGS = results.flag_values()
 flags.DEFINE_integer("runs", 60, "turns of each system", flag_values=FLAGS)
 
 
+def table() -> results.Table:
+    """Measures all models and systems."""
+    by = "jax" if keras.backend.backend() == "jax" else "xla"
+    return results.Table(f"Overhead: {by}", measure(FLAGS.runs))
+
+
 def main() -> None:
     """Measures, prints and saves the table."""
-    results.parse(FLAGS, sys.argv[1:])
-    backend = keras.backend.backend()
+    results.parse(FLAGS)
     how = f"median and quartiles of {FLAGS.runs} turns"
-    run = results.Run("overhead", sys.argv[1:], backend, how)
-    title = f"Overhead: {'jax' if backend == 'jax' else 'xla'}"
-    made = results.Table(title, measure(FLAGS.runs))
-    results.publish(run.record([made]), FLAGS)
+    results.measure("overhead", FLAGS, lambda: [table()], how)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@ extra `[nvidia]`, or `make targets`), which counts the memory on an H200.
 
 import importlib.metadata
 import os
-import sys
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import keras
+from absl import logging
 
 import tfmix
 from benchmarks import compiled, pretrained_networks, results
@@ -89,37 +89,22 @@ def table() -> results.Table:
 FLAGS = results.flag_values()
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main() -> None:
     """Parses, measures, prints."""
-    words = sys.argv[1:] if arguments is None else arguments
-    results.parse(FLAGS, words)
-    lacking = {
-        one
-        for name in pretrained_networks.NAMES
-        for one in pretrained_networks.missing(name)
-    }
+    results.parse(FLAGS)
+    names = pretrained_networks.NAMES
+    lacking = {o for name in names for o in pretrained_networks.missing(name)}
     if lacking:
-        print(
-            "tfmix: nothing measured: there is no "
-            f"{', '.join(sorted(lacking))}. `make pretrained "
+        logging.error(
+            "nothing measured: there is no %s. `make pretrained "
             "VENV=.venv-targets` installs all.",
-            file=sys.stderr,
+            ", ".join(sorted(lacking)),
         )
-        return 0
-    if not compiled.compilers_there(TARGET):
-        return 0
-    shipped = {
-        name: importlib.metadata.version(name)
-        for name in map(pretrained_networks.package, pretrained_networks.NAMES)
-    }
-    run = results.Run(
-        "pretrained",
-        words,
-        keras.backend.backend(),
-        f"{pretrained_networks.STEPS} steps of Adam on one batch",
-    )
-    results.publish(run.record([table()], shipped), FLAGS)
-    return 0
+    elif compiled.compilers_there(TARGET):
+        shipped = map(pretrained_networks.package, names)
+        versions = {one: importlib.metadata.version(one) for one in shipped}
+        how = f"{pretrained_networks.STEPS} steps of Adam on one batch"
+        results.measure("pretrained", FLAGS, lambda: [table()], how, versions)
 
 
 if __name__ == "__main__":

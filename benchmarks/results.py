@@ -147,8 +147,16 @@ def add_names(
     )
 
 
-def parse(asked: flags.FlagValues, words: Sequence[str]) -> list[str]:
-    """Parses arguments into the flags; returns those that are not flags."""
+def parse(
+    asked: flags.FlagValues, words: Sequence[str] | None = None
+) -> list[str]:
+    """Parses arguments into the flags; returns those that are not flags.
+
+    Args:
+        asked: The flags.
+        words: The arguments, by default those of the command line.
+    """
+    words = sys.argv[1:] if words is None else words
     for name in asked:
         asked[name].unparse()
     # `start` has parsed absl's own flags, such as `--verbosity`.
@@ -162,6 +170,30 @@ def start(main: Callable[[], Any], asked: flags.FlagValues) -> None:
     # absl's messages show the progress.
     flags.FLAGS.set_default("verbosity", 0)
     app.run(lambda _: main())
+
+
+def measure(
+    name: str,
+    asked: flags.FlagValues,
+    tables: Callable[[], Iterable[Table]],
+    how: str = "",
+    versions: dict[str, str] | None = None,
+) -> list[Table]:
+    """Measures, prints and keeps the tables of the command line's benchmark.
+
+    Args:
+        name: The benchmark's name.
+        asked: The flags, parsed.
+        tables: Function that measures.
+        how: A sentence on seeds, runs and the spread.
+        versions: Versions of further packages.
+    """
+    import keras
+
+    run = Run(name, sys.argv[1:], keras.backend.backend(), how)
+    made = list(tables())
+    publish(run.record(made, versions), asked)
+    return made
 
 
 def publish(

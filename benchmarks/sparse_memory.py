@@ -19,7 +19,6 @@ and compilation does not count.
 import os
 import pathlib
 import statistics
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -118,39 +117,25 @@ def _megabytes(field: str) -> float:
     return int(line.split()[1]) / 1024
 
 
-def rows() -> list[dict[str, Any]]:
+def table() -> results.Table:
     """Measures all ways; returns a row per way."""
     found = {way: times(("bare", way)) for way in WAYS[1:]}
     found["bare"] = found["tfmix"]
-    return [_row(way, found[way]) for way in WAYS]
+    title = f"SGD on {IDS} rows of a {ROWS:,} x {WIDTH} table"
+    note = f"Median of {_TIMED_STEPS} steps, in turns with the bare optimizer."
+    return results.Table(title, [_row(way, found[way]) for way in WAYS], note)
 
 
 def _row(way: str, pair: dict[str, list[float]]) -> dict[str, Any]:
     low, median, high = statistics.quantiles(pair[way], n=4)
+    peak = answers.answer_of("benchmarks.sparse_memory", "--peak", way)
     return {
         "optimizer": way,
-        "median_ms": median,
-        "quartiles_ms": [low, high],
-        "ratio": median / statistics.median(pair["bare"]),
-        "peak_mb": answers.answer_of("benchmarks.sparse_memory", "--peak", way),
+        "ms (median)": median,
+        "quartiles": f"{low:.3f} to {high:.3f}",
+        "ratio to bare": median / statistics.median(pair["bare"]),
+        "peak memory, MB": peak,
     }
-
-
-def table(rows: list[dict[str, Any]]) -> results.Table:
-    """Returns the rows as a table."""
-    shown = [
-        {
-            "optimizer": row["optimizer"],
-            "ms (median)": row["median_ms"],
-            "quartiles": "{:.3f} to {:.3f}".format(*row["quartiles_ms"]),
-            "ratio to bare": row["ratio"],
-            "peak memory, MB": row["peak_mb"],
-        }
-        for row in rows
-    ]
-    title = f"SGD on {IDS} rows of a {ROWS:,} x {WIDTH} table"
-    note = f"Median of {_TIMED_STEPS} steps, in turns with the bare optimizer."
-    return results.Table(title, shown, note)
 
 
 FLAGS = results.flag_values()
@@ -159,20 +144,17 @@ flags.DEFINE_enum(
 )
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main() -> int:
     """Parses, measures, prints; returns 1 if tfmix costs too much."""
-    words = sys.argv[1:] if arguments is None else arguments
-    results.parse(FLAGS, words)
+    results.parse(FLAGS)
     if FLAGS.peak:
         answers.answer(peak_mb(FLAGS.peak))
         return 0
     how = "seeds 1 and 2; peak of the resident set in a process of its own"
-    run = results.Run("sparse_memory", words, "tensorflow", how)
-    found = rows()
-    results.publish(run.record([table(found)]), FLAGS)
-    bare, ours = found[0], found[-1]
-    too_much = ours["ratio"] > 1.5 or ours["peak_mb"] - bare["peak_mb"] > 5.0
-    return int(too_much)
+    (made,) = results.measure("sparse_memory", FLAGS, lambda: [table()], how)
+    bare, *_, ours = made.rows
+    more = ours["peak memory, MB"] - bare["peak memory, MB"]
+    return int(ours["ratio to bare"] > 1.5 or more > 5.0)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,10 @@ Each script of `tests/wild` runs in graph mode, once after Keras's
 processes. A script trains if it ends and all of its losses are finite.
 """
 
-import json
 import math
 import os
 import pathlib
 import runpy
-import subprocess
-import sys
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -21,7 +18,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import keras
 from absl import flags
 
-from benchmarks import results
+from benchmarks import answers, results
 
 FOLDER = pathlib.Path(__file__).parents[1] / "tests" / "wild"
 LIBRARIES = ("Keras", "tfmix")
@@ -60,14 +57,8 @@ def outcome(script: str, library: str, policy: str) -> str:
 
 def all_of(library: str, policy: str) -> dict[str, str]:
     """Returns how each script ends under a library."""
-    words = ["--child", library, "--policy", policy]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.wild", *words],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    words = f"--child={library}", f"--policy={policy}"
+    return dict(answers.answer_of("benchmarks.wild", *words))
 
 
 def tables(policy: str) -> list[results.Table]:
@@ -105,20 +96,16 @@ flags.DEFINE_string(
 )
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main() -> int:
     """Parses, runs, prints; returns 1 if a script fails under tfmix."""
-    words = sys.argv[1:] if arguments is None else arguments
-    results.parse(FLAGS, words)
+    results.parse(FLAGS)
     if FLAGS.child:
-        ends = {
-            script: outcome(script, FLAGS.child, FLAGS.policy)
-            for script in scripts()
-        }
-        print(json.dumps(ends))
+        how = FLAGS.child, FLAGS.policy
+        answers.answer({one: outcome(one, *how) for one in scripts()})
         return 0
-    run = results.Run("wild", words, keras.backend.backend(), "seed 1")
-    made = tables(FLAGS.policy)
-    results.publish(run.record(made), FLAGS)
+    made = results.measure(
+        "wild", FLAGS, lambda: tables(FLAGS.policy), "seed 1"
+    )
     counts = made[0].rows[-1]
     return int(counts["train"] != counts["scripts"])
 

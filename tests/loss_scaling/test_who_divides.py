@@ -355,6 +355,18 @@ def test_losses_of_any_structure_are_scaled_in_float32(dtype):
     assert optimizer.overflow_counts == {}
 
 
+def test_a_value_that_overwrites_its_variable_is_neither_scaled_nor_divided():
+    weight, amax = free(), free()
+    amax.overwrite_with_gradient = True
+    optimizer = scaler(weight, amax)
+    both = [optimizer.scale_loss(array(2.0)), array(3.0)]
+    unscaled = optimizer.unscale_gradients(both)
+    assert [float(each[0]) for each in unscaled] == [2.0, 3.0]
+    optimizer.apply(both, [weight, amax])
+    optimizer.apply(unscaled, [weight, amax], unscaled=True)
+    assert (weight.numpy(), amax.numpy()) == (-4.0, 3.0)
+
+
 def test_an_optimizer_decides_again_when_its_model_is_converted():
     model = network("float32")
     model.compile(scaler(), "mse")
