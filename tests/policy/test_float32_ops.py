@@ -3,10 +3,6 @@
 import json
 import pathlib
 
-import keras
-import pytest
-
-import tfmix.policy
 from benchmarks import layer_ops
 from tfmix._keras import op_places
 from tfmix.policy import float32_ops
@@ -50,11 +46,3 @@ def test_an_omitted_op_can_be_added():
     ]
     assert "exp" in others
     assert set(float32_ops.default_float32_ops(add=others)) > set(others)
-
-
-@pytest.mark.costly
-def test_a_recurrent_layer_starts_in_pure_bfloat16():
-    with tfmix.policy_scope("bfloat16"):
-        layer = keras.layers.LSTM(4)
-        layer.build((None, 3, 2))
-    assert {v.dtype for v in layer.trainable_variables} == {"bfloat16"}
