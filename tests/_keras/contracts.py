@@ -2,8 +2,8 @@
 
 Each name that `tfmix/_keras/` reaches into is in one of the tables: it exists,
 and takes these arguments (`test_contract_names.py`). The other contract tests
-check what the name means and who calls it. A version of Keras that breaks tfmix
-fails one of these tests first, which names what changed.
+check what a name means where a change of it would be silent: no other test
+would fail. A version of Keras without a name fails here, which names it.
 """
 
 import contextlib
@@ -406,23 +406,23 @@ ATTRIBUTES = [
     ("a tf.Variable", lambda: keras.Variable([1.0]).value, {"_unique_id": str}),
 ]
 
-# These names have their own tests in the files below.
+# The tests beside these names say what they mean.
 ELSEWHERE = {
-    # `f"_{name}"` is the function of an op: see the test of `_normalize`.
+    # `f"_{name}"` is the function of an op: `autocast/test_float32_ops.py`.
     "_*",
-    # `test_get_returns_this_replicas_copy` tests it.
+    # This is a replica's copy: `loss_scaling/test_replicas.py`.
     "_get",
     # TensorFlow's variables have none in Keras 3.12, so it is read with a
-    # default. `test_the_layout_of_a_variable_places_another_beside_it` tests
-    # it.
+    # default: `optimizers/test_sharded_slots.py`.
     "_layout",
-    # `test_what_tensorflow_tracks_starts_with_self` tests it.
+    # `test_what_tensorflow_tracks_starts_with_self`
     "_self_",
-    # `test_a_constant_belongs_to_the_function_that_jax_compiles` tests it.
+    # `test_a_constant_belongs_to_the_function_that_jax_compiles`
     "_trace",
-    # `tests/autocast/test_finite_constants.py` tests the operators.
+    # These are the operators: `autocast/test_finite_constants.py`.
     "jax._src.array.ArrayImpl.*",
-    # `test_a_class_of_activations_works_in_static_call` tests it.
+    # Classes of activations work in `static_call`:
+    # `autocast/test_float32_ops.py`.
     "keras.src.activations.activations",
 }
 
@@ -484,33 +484,6 @@ def check_takes(function, expected):
         if each.default is each.empty and each.kind not in stars
     ]
     assert not required, f"new arguments without a default: {required}"
-
-
-def spy(monkeypatch, owner, name, log=None, result=None):
-    """Records the arguments of each call of an attribute, and calls it.
-
-    If the owner is an object, Keras does not track the change, as in tfmix.
-    """
-    calls = [] if log is None else log
-    original = getattr(owner, name)
-
-    def method(*args, **kwargs):
-        calls.append((name, *args, *kwargs.values()))
-        return original(*args, **kwargs) if result is None else result(*args)
-
-    if inspect.ismodule(owner) or inspect.isclass(owner):
-        monkeypatch.setattr(owner, name, method)
-    else:
-        monkeypatch.setitem(vars(owner), name, method)
-    return calls
-
-
-def common(name):
-    return importlib.import_module(f"{COMMON}.{name}")
-
-
-def batch(*shape, dtype="float32"):
-    return keras.ops.ones(shape or (2, 3, 4), dtype)
 
 
 def ready(make=keras.optimizers.SGD, **settings):

@@ -1,9 +1,10 @@
 """TensorFlow's graphs, functions and tapes describe themselves like this."""
 
 import keras
+import numpy as np
 import pytest
 
-from tests._keras.contracts import batch, tensorflow_only
+from tests._keras.contracts import tensorflow_only
 
 
 @tensorflow_only
@@ -70,65 +71,6 @@ def test_reads_of_a_variable_are_distinguished_from_writes():
     assert kinds(inner) - {"ReadVariableOp"}
 
 
-@tensorflow_only
-def test_tapes_and_accumulators_are_known_where_they_are():
-    import tensorflow as tf
-
-    from tfmix._keras import gradients
-
-    seen = {}
-
-    def look(where):
-        seen[where] = gradients.is_recorded(), gradients.runs_forward()
-
-    look("alone")
-    with tf.GradientTape():
-        look("tape")
-    x = tf.constant(1.0)
-    with tf.autodiff.ForwardAccumulator(x, x):
-        look("accumulator")
-    assert seen == {
-        "alone": (False, False),
-        "tape": (True, False),
-        "accumulator": (True, True),
-    }
-
-
-def test_a_layer_run_as_an_earlier_call_is_in_its_mode_and_dtype():
-    from tfmix._keras import layers
-
-    seen, states = [], []
-
-    class Inner(keras.layers.Layer):
-        def call(self, inputs, training=None):
-            seen.append(training)
-            return inputs
-
-    class Outer(keras.layers.Layer):
-        def __init__(self, **settings):
-            super().__init__(**settings)
-            self.inner = Inner()
-
-        def build(self, shape):
-            self.weight = self.add_weight(shape=())
-
-        def call(self, inputs):
-            states.append(layers.call_state())
-            return self.inner(inputs)
-
-    outer = Outer(dtype="mixed_float16")
-    outer.build((2, 3))
-    outer.inner.build((2, 3))
-    outer(batch(), training=True)
-    seen.clear()
-    with layers.as_called(states[-1]):
-        outer.inner(batch())
-        dtype = keras.backend.standardize_dtype(outer.weight.value.dtype)
-        assert dtype == "float16"
-    outer.inner(batch())
-    assert seen == [True, None]
-
-
 @pytest.mark.costly
 @tensorflow_only
 def test_a_custom_gradient_lives_no_longer_than_its_graph():
@@ -162,3 +104,38 @@ def test_a_custom_gradient_lives_no_longer_than_its_graph():
     del held
     gc.collect()
     assert known() is None
+
+
+def test_a_layer_run_as_an_earlier_call_is_in_its_mode_and_dtype():
+    from tfmix._keras import layers
+
+    seen, states, x = [], [], np.ones((2, 3))
+
+    class Inner(keras.layers.Layer):
+        def call(self, inputs, training=None):
+            seen.append(training)
+            return inputs
+
+    class Outer(keras.layers.Layer):
+        def __init__(self, **settings):
+            super().__init__(**settings)
+            self.inner = Inner()
+
+        def build(self, shape):
+            self.weight = self.add_weight(shape=())
+
+        def call(self, inputs):
+            states.append(layers.call_state())
+            return self.inner(inputs)
+
+    outer = Outer(dtype="mixed_float16")
+    outer.build((2, 3))
+    outer.inner.build((2, 3))
+    outer(x, training=True)
+    seen.clear()
+    with layers.as_called(states[-1]):
+        outer.inner(x)
+        dtype = keras.backend.standardize_dtype(outer.weight.value.dtype)
+        assert dtype == "float16"
+    outer.inner(x)
+    assert seen == [True, None]
