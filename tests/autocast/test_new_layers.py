@@ -55,6 +55,13 @@ def test_an_explicit_dtype_of_the_user_wins_over_a_rule(dtype):
     assert computes_in(dense) == "float32"
 
 
+def test_a_policy_given_to_a_layer_becomes_plain():
+    with global_policy.policy_scope("mixed_float16"):
+        layer = keras.layers.Dense(1, dtype=Policy("mixed_bfloat16"))
+    assert type(layer.dtype_policy) is keras.DTypePolicy
+    assert layer.dtype_policy.name == "mixed_bfloat16"
+
+
 @pytest.mark.parametrize("rule", ["net/body.*", ".*/body_1"])
 def test_a_rule_may_match_the_path(rule):
     policy = Policy("mixed_float16", float32_layers=[rule])
