@@ -145,7 +145,10 @@ FUNCTIONS = {
     "keras.layers.GroupQueryAttention": {
         "_compute_attention": "self query key value attention_mask training"
     },
-    "keras.StatelessScope": {"get_current_value": "self variable"},
+    "keras.StatelessScope": {
+        "add_update": "self update",
+        "get_current_value": "self variable",
+    },
     "keras.Variable": {
         "_initialize": "self value",
         "_restore_from_tensors": "self restored_tensors",

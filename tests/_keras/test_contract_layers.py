@@ -46,3 +46,13 @@ def test_the_call_context_names_the_outermost_layer():
     inner(x)
     assert entries == [model, inner]
     assert state.get_global_attribute("current_call_ctx") is None
+
+
+def test_a_stateless_scope_gets_each_assignment():
+    one, assigned = keras.Variable([1.0]), []
+    with keras.StatelessScope() as scope:
+        scope.add_update = assigned.append
+        one.assign([7.0])
+    ((variable, value),) = assigned
+    assert variable is one
+    assert float(value[0]) == 7.0

@@ -1,9 +1,9 @@
 """Decides whether a step is applied or skipped, as a whole.
 
 TensorFlow's graphs use a conditional, which saves the work of a skipped step.
-Under XLA and JAX each value is selected at the end of the step. An update
-kernel can select, too, whereas a conditional would make a GPU wait for the
-host.
+Under XLA and JAX each value is selected, under JAX as soon as it is assigned.
+An update kernel can select, too, whereas a conditional would make a GPU wait
+for the host.
 """
 
 import functools
@@ -21,6 +21,8 @@ if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 else:
     import jax
+
+    from tfmix._keras import conditional_updates
 
 
 def apply_if_finite(
@@ -43,6 +45,9 @@ def apply_if_finite(
     update = functools.partial(_as_chosen, update)
     if isinstance(applied, bool):
         if applied:
+            update()
+    elif keras.backend.backend() == "jax":
+        with conditional_updates.only_if(applied, variables):
             update()
     elif compilation.by_xla():
         before = [compilation.read(variable) for variable in variables]
