@@ -50,7 +50,6 @@ TENSORFLOW_ONLY = {
     "pack_tangents",
     "should_record_backprop",
     "xla_optimization_barrier",
-    "xla_reduce",
     "xla_variadic_reduce_v2",
 }
 SINCE = {
@@ -168,7 +167,6 @@ FUNCTIONS = {
     XLA: {
         "xla_optimization_barrier": "input name",
         "xla_call_module": "args version module Sout Tout",
-        "xla_reduce": "input init_value dimensions_to_reduce reducer name",
         "xla_variadic_reduce_v2": "inputs init_values "
         "dimensions_to_reduce reducer",
     },

@@ -103,22 +103,6 @@ def kept_apart(tensor: Any) -> Any:
     return gen_xla_ops.xla_optimization_barrier([tensor])[0]
 
 
-def any_bits(tensor: Any, axes: Sequence[int]) -> Any:
-    """Returns the "or" of an integer tensor along some axes (XLA)."""
-    if keras.backend.backend() == "jax":
-        return jax.numpy.bitwise_or.reduce(tensor, axis=tuple(axes))
-    from tensorflow.compiler.tf2xla.ops import gen_xla_ops
-
-    either = tf.function(tf.bitwise.bitwise_or, autograph=False)
-    scalar = tf.TensorSpec((), tensor.dtype)
-    return gen_xla_ops.xla_reduce(
-        tensor,
-        tf.zeros((), tensor.dtype),
-        list(axes),
-        either.get_concrete_function(scalar, scalar),
-    )
-
-
 def bitcast(tensor: Any, dtype: str) -> Any:
     """Reads the same bits as another dtype of the same size."""
     tensor = keras.ops.convert_to_tensor(tensor)
@@ -248,29 +232,23 @@ def _stablehlo_type(shape: Sequence, dtype: str) -> str:
     return f"tensor<{'x'.join([*sides, _STABLEHLO[dtype]])}>"
 
 
-def by_target(
-    tpu: Callable, several: Callable, default: Callable
-) -> Callable[..., Any]:
+def by_target(several: Callable, default: Callable) -> Callable[..., Any]:
     """Returns a function of tensors that XLA compiles for its target.
 
-    All three compute the same: `tpu` on a TPU, `several` where several devices
-    share the tensors, and `default` on any other target. The host's own devices
-    do not matter. TensorFlow only knows whether the target is a TPU, and its
-    tensors are not shared.
+    Both compute the same: `several` where several devices share the tensors,
+    and `default` on a single device. The host's own devices do not matter.
+    TensorFlow's tensors are not shared.
     """
     if keras.backend.backend() == "tensorflow":
-        return lambda *values: (tpu if for_tpu() else default)(*values)
+        return default
     primitive = jax.extend.core.Primitive("tfmix_by_target")
 
-    def rule(single: Callable) -> Callable:
-        def lower(context: Any, *values: Any) -> Any:
-            axes = context.module_context.axis_context
-            alone = getattr(axes, "num_devices", None) == 1
-            chosen = single if alone else several
-            lowering = mlir.lower_fun(chosen, multiple_results=False)
-            return lowering(context, *values)
-
-        return lower
+    def lower(context: Any, *values: Any) -> Any:
+        axes = context.module_context.axis_context
+        alone = getattr(axes, "num_devices", None) == 1
+        chosen = default if alone else several
+        lowering = mlir.lower_fun(chosen, multiple_results=False)
+        return lowering(context, *values)
 
     def abstract(*values: Any) -> Any:
         shape = jax.eval_shape(default, *values)
@@ -281,8 +259,7 @@ def by_target(
 
     primitive.def_abstract_eval(abstract)
     primitive.def_impl(jax.jit(default))
-    mlir.register_lowering(primitive, rule(default))
-    mlir.register_lowering(primitive, rule(tpu), platform="tpu")
+    mlir.register_lowering(primitive, lower)
     batching.primitive_batchers[primitive] = batched
     # The result has no gradient.
     return lambda *values: primitive.bind(*jax.lax.stop_gradient(values))

@@ -1,6 +1,5 @@
 """Checks whether tensors hold only finite numbers."""
 
-import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -17,14 +16,9 @@ if keras.backend.backend() == "tensorflow":
 else:
     from jax.experimental import sparse
 
-# The words for all places of a larger tensor would take more than 1 MiB.
+# The numbers of small and large tensors that one kernel reads together.
 _LARGE = 2**18
-# The numbers of small and large tensors that one kernel reads together: as many
-# as a word has bits, and as many as XLA still fuses with the reduction.
 _TOGETHER = 32, 8
-# A TPU prefetches what the next kernel reads into its own memory, where the
-# update finds it again.
-_TOGETHER_ON_TPU = 8, 1
 
 
 def all_finite(tensors: Any) -> Any:
@@ -62,10 +56,8 @@ def all_finite(tensors: Any) -> Any:
 def not_finite(tensors: Sequence) -> Any:
     """Returns a boolean vector, true for each tensor that is not finite.
 
-    Under XLA, tensors of one shape share a word for each place, in which every
-    tensor has a bit. All words are joined by "or". So one read tells which
-    tensors are not finite, in a few kernels for a model with hundreds of
-    variables.
+    Under XLA, one kernel reads several tensors of one shape, so a model with
+    hundreds of variables needs a few.
     """
     if not tensors:
         # The model is frozen, or has no weights.
@@ -77,7 +69,7 @@ def not_finite(tensors: Sequence) -> Any:
     shapes: dict[tuple, list[int]] = defaultdict(list)
     flags, order = [], []
     for position, tensor in enumerate(tensors):
-        if _has_words(tensor):
+        if _has_shape(tensor):
             shapes[tuple(tensor.shape)].append(position)
         else:
             fine = tensor is None or is_finite(tensor)
@@ -133,53 +125,28 @@ def summed(tensor: Any) -> Any:
     return tf.math.unsorted_segment_sum(values, position, count)
 
 
-def _has_words(tensor: Any) -> bool:
+def _has_shape(tensor: Any) -> bool:
     if tensor is None or is_sparse(tensor) or None in tensor.shape:
         return False
     return bool(keras.backend.is_float_dtype(_dtype(tensor)))
 
 
-def _by_words(
-    any_bits: Callable, *tensors: Any, together: tuple[int, int] = _TOGETHER
-) -> Any:
-    small, large = together
-    bits = large if math.prod(tensors[0].shape) > _LARGE else small
-    words = [
-        _words(tensors[start : start + bits])
-        for start in range(0, len(tensors), bits)
+def _counted_together(*tensors: Any) -> Any:
+    size = math.prod(tensors[0].shape)
+    step = _TOGETHER[size > _LARGE]
+    bad = [
+        ops.cast(ops.logical_not(ops.isfinite(tensor)), "int32")
+        for tensor in tensors
     ]
-    joined = ops.expand_dims(any_bits(words), -1)
-    # Keras casts NumPy integers to float where its float type is bfloat16.
-    masks = ops.convert_to_tensor(1 << np.arange(bits), "uint32")
-    flags = ops.bitwise_and(joined, masks)
-    return ops.reshape(ops.not_equal(flags, 0), (-1,))[: len(tensors)]
-
-
-def _words(tensors: Sequence) -> Any:
-    zero = np.uint32(0)
-    marked = [
-        ops.where(ops.isfinite(tensor), zero, np.uint32(1 << bit))
-        for bit, tensor in enumerate(tensors)
+    counts = [
+        compilation.sums(bad[start : start + step])
+        for start in range(0, len(bad), step)
     ]
-    return functools.reduce(ops.bitwise_or, marked)
-
-
-def _any_bits_at_once(words: Sequence) -> Any:
-    # This takes two kernels on a GPU, where single tensors take two each.
-    axes = range(1, 1 + len(words[0].shape))
-    return compilation.any_bits(ops.stack(words), axes)
-
-
-def _any_bits_one_by_one(words: Sequence) -> Any:
-    # On a TPU each reduction is fused with the kernel that computes the words.
-    # If they were joined first, every tensor of the step would be copied to the
-    # fast memory and back.
-    axes = range(len(words[0].shape))
-    return ops.stack([compilation.any_bits(word, axes) for word in words])
+    return ops.not_equal(ops.concatenate(counts), 0)
 
 
 def _by_flags(*tensors: Any) -> Any:
-    # Devices can exchange booleans, but not words joined by "or".
+    # Devices exchange a boolean for each.
     flags = [
         ops.any(ops.logical_not(ops.isfinite(tensor))) for tensor in tensors
     ]
@@ -187,11 +154,8 @@ def _by_flags(*tensors: Any) -> Any:
 
 
 VARIANTS: dict[str, Callable] = {
-    "tpu": functools.partial(
-        _by_words, _any_bits_one_by_one, together=_TOGETHER_ON_TPU
-    ),
     "several": _by_flags,
-    "default": functools.partial(_by_words, _any_bits_at_once),
+    "default": _counted_together,
 }
 _not_finite_of_a_shape = compilation.by_target(**VARIANTS)
 
