@@ -53,7 +53,7 @@ def check(made, program, kernels):
 # An unwrapped optimizer has a kernel per variable, and one for its counters.
 @pytest.mark.parametrize(
     ("shapes", "kernels"),
-    [(FEW, 7 + 10), (MANY, 201 + 20)],
+    [(FEW, 7 + 11), (MANY, 201 + 20)],
     ids=["few large", "many small"],
 )
 def test_an_h200_neither_waits_nor_copies(shapes, kernels):

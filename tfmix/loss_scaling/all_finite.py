@@ -18,7 +18,7 @@ else:
 
 # The numbers of small and large tensors that one kernel reads together.
 _LARGE = 2**18
-_TOGETHER = 32, 8
+_TOGETHER = 64, 8
 
 
 def all_finite(tensors: Any) -> Any:
