@@ -108,13 +108,14 @@ def test_a_metric_is_what_float32_predictions_give(name, dtype):
     np.testing.assert_array_equal(got, helpers.to_numpy(expected.result()))
 
 
+@pytest.mark.parametrize("targets", ["float64", "float16"])
 @pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
-def test_an_error_of_300_is_not_infinite_in_fit(mode):
+def test_an_error_of_300_is_not_infinite_in_fit(mode, targets):
     model = identity("float16")
     how = {"run_eagerly": mode == "eager", "jit_compile": mode == "xla"}
     model.compile("sgd", "mse", metrics=["mse"], **how)
     x = np.full((4, 3), 300.0, "float32")
-    results = model.evaluate(x, np.zeros((4, 3)), verbose=0)
+    results = model.evaluate(x, np.zeros((4, 3), targets), verbose=0)
     assert results == [90000.0, 90000.0]
 
 

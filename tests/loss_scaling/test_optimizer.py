@@ -90,13 +90,22 @@ def test_sixteen_bit_gradients_are_divided_in_float32(dtype):
     assert float(weight.numpy()[0]) == -1.5 / 2**15
 
 
-def test_clipping_acts_on_unscaled_gradients():
-    wrapped = Wrapped(keras.optimizers.SGD(1.0, global_clipnorm=1.0))
+@pytest.mark.every_case("each row is an argument of its own, and fast")
+@pytest.mark.parametrize(
+    ("clipping", "moved"),
+    [
+        ({"global_clipnorm": 1.0}, [-0.6, -0.8]),
+        ({"clipnorm": 2.5}, [-1.5, -2.0]),
+        ({"clipvalue": 3.5}, [-3.0, -3.5]),
+    ],
+)
+def test_clipping_acts_on_unscaled_gradients(clipping, moved):
+    wrapped = Wrapped(keras.optimizers.SGD(1.0, **clipping))
     weight = keras.Variable(np.zeros(2, "float32"))
     wrapped.build([weight])
     grads = np.asarray([3.0, 4.0], "float32") * 2.0**15
     wrapped.apply([keras.ops.convert_to_tensor(grads)], [weight])
-    helpers.assert_close(weight, np.asarray([-0.6, -0.8]), "float32")
+    helpers.assert_close(weight, np.asarray(moved), "float32")
 
 
 @pytest.mark.costly
@@ -155,6 +164,27 @@ def test_health_fails_at_the_floor_before_the_count_is_reached():
     step(bad)
     with pytest.raises(errors.LossScaleError, match="reached its floor, 1"):
         wrapped.check_health()
+
+
+@pytest.mark.parametrize("mode", steps.MODES)
+def test_a_users_rule_moves_the_scale_in_every_mode(mode):
+    class Thirds(rules.LossScale):
+        def init(self):
+            return rules.LossScaleState(np.float32(81.0))
+
+        def update(self, state, finite):
+            scale = self.current(state)
+            lower = keras.ops.where(finite, scale, scale / 3)
+            return state._replace(scale=lower, good_steps=state.good_steps + 1)
+
+    wrapped, ours = Wrapped("sgd", loss_scale=Thirds()), steps.variables()
+    step = steps.stepper(wrapped, ours, mode)
+    scales = []
+    for factor in (1.0, np.inf, 1.0, np.nan):
+        step(scaled(steps.gradients(0), factor))
+        scales.append(round(wrapped.loss_scale))
+    assert scales == [81, 27, 27, 9]
+    assert int(wrapped.step_counter.numpy()) == 4
 
 
 def test_the_wrapper_has_the_attributes_of_the_inner_optimizer():

@@ -50,6 +50,60 @@ def test_scale_grows_on_exactly_the_nth_finite_step(steps):
     assert scales == expected
 
 
+# The settings of the systems that tfmix follows, and how their scales move: the
+# first scale, the good steps before each doubling, the floor and the ceiling.
+# NNabla's and MXNet's have no floor, NNabla's and MindSpore's no ceiling.
+SEEDS = {
+    "NNabla": ({"initial_scale": 8.0}, 8.0, 2000, 1.0, 2.0**24),
+    "MindSpore": (
+        {"initial_scale": 2.0**24, "max_scale": 2.0**30},
+        2.0**24,
+        2000,
+        1.0,
+        2.0**30,
+    ),
+    "fastai": (
+        {"initial_scale": 2.0**16, "growth_steps": 1000},
+        2.0**16,
+        1000,
+        1.0,
+        2.0**24,
+    ),
+    "MXNet": ({"initial_scale": 2.0**16}, 2.0**16, 2000, 1.0, 2.0**24),
+    "Keras": ({}, 2.0**15, 2000, 1.0, 2.0**24),
+}
+
+
+@pytest.mark.parametrize("system", SEEDS)
+def test_the_settings_of_a_seed_system_move_the_scale_as_it_does(system):
+    given, first, window, floor, ceiling = SEEDS[system]
+    rule = rules.DynamicLossScale(**given)
+    scales = [first, *run(rule, [True] * (3 * window + 1))]
+    grown = [n for n in range(1, len(scales)) if scales[n] != scales[n - 1]]
+    assert grown == [window, 2 * window, 3 * window]
+    assert scales[-1] == first * 8
+    assert run(rule, [False])[0] == first / 2
+    assert run(rule, [False] * 40)[-1] == floor
+    top = rule.init()._replace(
+        scale=np.float32(ceiling), good_steps=np.int32(window - 1)
+    )
+    assert run(rule, [True], top) == [ceiling]
+
+
+def test_a_new_scale_holds_in_the_next_step():
+    # MXNet's takes one more check, and so halves once too often.
+    rule, used = rules.DynamicLossScale(2.0**16), []
+    state = rule.init()
+    for _ in range(3):
+        used.append(float(rule.current(state)))
+        state = rule.update(state, used[-1] <= 40000)
+    assert used == [2.0**16, 2.0**15, 2.0**15]
+
+
+def test_a_fixed_scale_is_mxnets_and_mindspores_by_default():
+    assert rules.FixedLossScale().scale == 128.0
+
+
 def test_an_overflow_halves_the_scale_and_resets_the_count():
     rule = rules.DynamicLossScale(8.0, growth_steps=3)
     outcomes = [True, True, False, True, True, True]

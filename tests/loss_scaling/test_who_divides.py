@@ -255,6 +255,17 @@ def test_without_a_loss_scale_there_is_nothing_to_forget(scale):
     assert Loop(free(), "eager", loss_scale=scale).run("apply(g)") == 2.0
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("make", "factors"), [(free, (8, 4)), (network, (1,))])
+def test_a_function_of_the_loss_is_scaled_as_in_tf_keras(make, factors, mode):
+    loop = Loop(make(), mode)
+    function = loop.optimizer.get_scaled_loss(lambda: array(3.0))
+    scaled = compiled_in(mode, lambda _: function(), loop)
+    for factor in factors:
+        loop.optimizer.loss_scale = max(factor, 2.0)
+        assert float(scaled(array(0.0))[0]) == 3.0 * factor
+
+
 @pytest.mark.parametrize("model_scales", [True, False])
 @pytest.mark.parametrize("scaled", [True, False])
 def test_a_loss_may_be_scaled_before_the_optimizer_knows_its_variables(

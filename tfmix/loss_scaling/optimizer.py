@@ -512,7 +512,12 @@ class LossScaleOptimizer(
 
     @compilation.untouched
     def get_scaled_loss(self, loss: Any) -> Any:
-        """Does what `scale_loss` does, under its old tf.keras name."""
+        """Does what `scale_loss` does, under its old tf.keras name.
+
+        A function that returns the loss becomes one that scales its result.
+        """
+        if callable(loss):
+            return lambda: self.get_scaled_loss(loss())
         if not self._of_losses().are_scaled:
             return loss
         scale = self.current_scale()
