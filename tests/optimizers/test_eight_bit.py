@@ -54,7 +54,7 @@ def expected(value, code):
     found = np.zeros(value.size, "float64")
     flat = value.ravel().astype("float64")
     # A vector's last block is shorter.
-    count = math.prod(eight_bit.scales_shape(value.shape))
+    count = math.prod(eight_bit.blocks_shape(value.shape))
     length = max(value.size // count, eight_bit.BLOCK)
     for start in range(0, flat.size, length):
         block = flat[start : start + length]
@@ -76,7 +76,7 @@ def expected(value, code):
 
 @pytest.mark.parametrize(("shape", "scales"), SHAPES.items())
 def test_a_block_is_the_fewest_last_axes_with_256_numbers(shape, scales):
-    assert eight_bit.scales_shape(shape) == scales
+    assert eight_bit.blocks_shape(shape) == scales
     value = ops.ones(shape, "float32")
     _, found = eight_bit.encode(value, eight_bit.SIGNED, NEAREST)
     assert tuple(found.shape) == scales

@@ -134,6 +134,6 @@ def test_no_device_fetches_the_state_of_others(shape, spec):
     results = jax.tree.map(lambda one: one.sharding, (weights, slots))
     stepped = jax.jit(step, donate_argnums=(0, 1), out_shardings=results)
     text = stepped.lower(weights, slots, weights).compile().as_text()
-    # All devices keep the scales of both moments.
-    numbers = math.prod(eight_bit.scales_shape(shape))
+    # All devices keep the block sizes of both moments.
+    numbers = math.prod(eight_bit.blocks_shape(shape))
     assert compiled_text.read(text).exchanged <= 2 * 4 * numbers

@@ -192,8 +192,8 @@ def _eight_bit_bytes(variable: keras.Variable) -> int:
     elements = math.prod(variable.shape)
     if eight_bit_slots.keeps_float32(eight_bit_slots.INT8, variable):
         return elements * _BYTES["float32"]
-    scales = math.prod(eight_bit.scales_shape(tuple(variable.shape)))
-    return elements + scales * _BYTES["float32"]
+    blocks = math.prod(eight_bit.blocks_shape(tuple(variable.shape)))
+    return elements + blocks * _BYTES["float32"]
 
 
 def _bytes(variables: Iterable[keras.Variable]) -> int:

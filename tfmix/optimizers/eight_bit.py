@@ -18,7 +18,7 @@ from tfmix.optimizers import bits
 BLOCK = 256
 # With this noise, one half, numbers are rounded to nearest.
 NEAREST = -(2**31)
-_SMALLEST, _INFINITY = 1 << 23, 255 << 23
+_INFINITY = 255 << 23
 _int = bits.signed
 
 
@@ -60,7 +60,7 @@ SIGNED, UNSIGNED, SIGNS = Code(True, 16), Code(False, 32), Code(True, 64)
 
 
 def encode(value: Any, code: Code, noise: Any) -> tuple[Any, Any]:
-    """Returns the codes of a float32 tensor, and the scales of its blocks.
+    """Returns the codes of a float32 tensor, and the sizes of its blocks.
 
     Args:
         value: Tensor of any shape.
@@ -71,17 +71,13 @@ def encode(value: Any, code: Code, noise: Any) -> tuple[Any, Any]:
 
     Returns:
         A uint8 tensor of the shape of `value`, and a float32 tensor of the
-        shape `scales_shape`. No number of a block that holds a NaN or an
-        infinity is decoded as finite. Numbers above 2**127 may become infinite.
+        shape `blocks_shape` with the largest magnitude of each block. No number
+        of a block that holds a NaN or an infinity is decoded as finite. Numbers
+        above 2**127 may become infinite.
     """
     sizes = ops.absolute(value)
     words = compilation.bitcast(sizes, "int32")
-    # Without its mantissa, a number is a power of two. The mantissas go before
-    # the largest number is found, because one kernel then finds the scales.
-    powers = ops.bitwise_and(
-        ops.maximum(words, _int(_SMALLEST)), _int(_INFINITY)
-    )
-    scales = _largest(compilation.bitcast(powers, "float32"))
+    largest = compilation.bitcast(_largest(words), "float32")
     if callable(noise):
         # The offset is always 0, the sign of a size, but compilers do not know
         # it. Otherwise XLA would compute the noise of two tensors once, and
@@ -90,30 +86,27 @@ def encode(value: Any, code: Code, noise: Any) -> tuple[Any, Any]:
     noise = bits.upper(ops.cast(noise, "int32"), 32 - code.dropped)
     # These factors move a block's largest number between 2 and 4. Reciprocals
     # of scales would move it between 1 and 2, but some would be subnormal.
-    factors = _int(_INFINITY) - compilation.bitcast(scales, "int32")
+    factors = _int(_INFINITY) - compilation.bitcast(_scales(largest), "int32")
     factors = compilation.bitcast(factors, "float32")
     scaled = ops.multiply(sizes, _spread(factors, sizes.shape))
-    codes = compilation.bitcast(scaled, "int32") + noise
-    codes = ops.right_shift(codes, _int(code.dropped))
-    codes = codes - _int(code.base + code.steps)
-    codes = ops.minimum(codes, _int(code.steps * code.octaves - 1))
-    # The last operation takes two tensors. If it were a cast, XLA would compute
-    # the codes again in each kernel that reads them.
-    if code.signed:
-        # Between 0 and the smallest number, the distance is the chance.
-        smallest = 2.0 ** (3 - code.octaves) * (1 + 1 / code.steps)
-        chance = ops.cast(noise, "float32") * (2.0**-code.dropped * smallest)
-        small = ops.cast(ops.greater(scaled + chance, smallest), "int32")
-        codes = ops.where(ops.less(scaled, smallest), small, codes)
-        sign = ops.right_shift(compilation.bitcast(value, "int32"), _int(24))
-        sign = ops.cast(ops.bitwise_and(sign, _int(128)), "uint8")
-        return ops.bitwise_or(ops.cast(codes, "uint8"), sign), scales
-    codes = ops.cast(ops.maximum(codes, _int(1)), "uint8")
+    smallest = 2.0 ** (3 - code.octaves) * (1 + 1 / code.steps)
+    words = compilation.bitcast(ops.maximum(scaled, smallest), "int32")
+    codes = ops.right_shift(words + noise, _int(code.dropped))
+    codes = ops.cast(codes - _int(code.base + code.steps), "uint8")
     zero = ops.cast(0, "uint8")
-    return ops.where(ops.greater(sizes, 0.0), codes, zero), scales
+    # The last operation takes several tensors. If it were a cast, XLA would
+    # compute the codes again in each kernel that reads them.
+    if not code.signed:
+        return ops.where(ops.greater(sizes, 0.0), codes, zero), largest
+    # Between 0 and the smallest number, the distance is the chance.
+    chance = ops.cast(noise, "float32") * (2.0**-code.dropped * smallest)
+    codes = ops.where(ops.greater(scaled, chance), codes, zero)
+    sign = ops.right_shift(compilation.bitcast(value, "int32"), _int(24))
+    sign = ops.cast(ops.bitwise_and(sign, _int(128)), "uint8")
+    return ops.bitwise_or(codes, sign), largest
 
 
-def decode(codes: Any, scales: Any, code: Code) -> Any:
+def decode(codes: Any, largest: Any, code: Code) -> Any:
     """Returns the rounded float32 tensor of codes from `encode`."""
     codes = ops.cast(codes, "int32")
     size = ops.bitwise_and(codes, _int(127)) if code.signed else codes
@@ -123,13 +116,23 @@ def decode(codes: Any, scales: Any, code: Code) -> Any:
         word = ops.bitwise_or(word, ops.left_shift(sign, _int(24)))
     word = ops.where(ops.equal(size, _int(0)), _int(0), word)
     value = compilation.bitcast(word, "float32")
-    return ops.multiply(value, _spread(scales, codes.shape))
+    return ops.multiply(value, _spread(_scales(largest), codes.shape))
 
 
-def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of a tensor's scales."""
+def blocks_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape of the sizes of a tensor's blocks."""
     axis = _first_axis(shape)
     return tuple(shape[:axis]) or (-(-math.prod(shape) // BLOCK),)
+
+
+def _scales(largest: Any) -> Any:
+    """Returns the scale of each block, the power of two below its largest."""
+    # The scales are computed where they are used. Storing them would need
+    # another kernel on a GPU.
+    words = compilation.bitcast(largest, "int32")
+    # Without its mantissa, a number is a power of two.
+    words = ops.bitwise_and(words, _int(_INFINITY))
+    return compilation.bitcast(words, "float32")
 
 
 def _first_axis(shape: tuple[int, ...]) -> int:
@@ -145,15 +148,17 @@ def _first_axis(shape: tuple[int, ...]) -> int:
     return axis
 
 
-def _largest(sizes: Any) -> Any:
-    """Returns the largest number of each block."""
-    axis = _first_axis(sizes.shape)
+def _largest(words: Any) -> Any:
+    """Returns the largest integer of each block."""
+    # The bits of positive floats have the same order. Comparing integers lets a
+    # CPU compare many at once.
+    axis = _first_axis(words.shape)
     if not axis:
-        axis, count = 1, math.prod(sizes.shape)
-        sizes = ops.reshape(sizes, (count,))
-        sizes = ops.pad(sizes, [(0, -count % BLOCK)])
-        sizes = ops.reshape(sizes, (-1, BLOCK))
-    return ops.max(sizes, axis=tuple(range(axis, len(sizes.shape))))
+        axis, count = 1, math.prod(words.shape)
+        words = ops.reshape(words, (count,))
+        words = ops.pad(words, [(0, -count % BLOCK)])
+        words = ops.reshape(words, (-1, BLOCK))
+    return ops.max(words, axis=tuple(range(axis, len(words.shape))))
 
 
 def _spread(scales: Any, shape: tuple[int, ...]) -> Any:

@@ -201,7 +201,7 @@ class EightBitSlots:
                     initializer,
                     stream,
                 )
-                # Its codes and scales are tracked already.
+                # Its codes and sizes are tracked already.
                 optimizers.count_as_tracked(worker, slot)
             created.append((name, slot))
             return slot
@@ -240,18 +240,18 @@ class EightBitSlots:
             name=path,
             **variables.placement(variable),
         )
-        scales = worker.add_variable(
-            shape=eight_bit.scales_shape(shape),
+        sizes = worker.add_variable(
+            shape=eight_bit.blocks_shape(shape),
             initializer=initializer_of(1),
             dtype="float32",
-            name=f"{path}_scales",
+            name=f"{path}_sizes",
             **variables.on_each_device(variable),
         )
 
         def noise(offset: Any) -> Any:
             return self._draw(shape, stream, offset)
 
-        return _Slot(codes, scales, code, noise)
+        return _Slot(codes, sizes, code, noise)
 
 
 def _check_declared(worker: Any, created: list) -> None:
@@ -286,7 +286,7 @@ def _refuse_others(worker: Any, created: list) -> None:
 
 
 class _Slot(variables.Float32View):
-    """A float32 slot that is stored as codes and scales of blocks.
+    """A float32 slot that is stored as codes and sizes of blocks.
 
     Reading an assigned value returns it rounded, also within the same step. So
     the kernel that updates a weight does not read the old codes, and the new
@@ -296,17 +296,17 @@ class _Slot(variables.Float32View):
     def __init__(
         self,
         codes: keras.Variable,
-        scales: keras.Variable,
+        sizes: keras.Variable,
         code: eight_bit.Code,
         noise: Callable[[Any], Any],
     ) -> None:
         super().__init__(codes)
-        self.beside, self.code, self.noise = (scales,), code, noise
+        self.beside, self.code, self.noise = (sizes,), code, noise
 
     def load(self) -> Any:
         """Returns the float32 value as a tensor."""
-        codes, scales = map(ops.convert_to_tensor, (self.stored, *self.beside))
-        return eight_bit.decode(codes, scales, self.code)
+        codes, sizes = map(ops.convert_to_tensor, (self.stored, *self.beside))
+        return eight_bit.decode(codes, sizes, self.code)
 
     def store(self, value: Any) -> None:
         """Stores a float32 tensor, rounded stochastically."""

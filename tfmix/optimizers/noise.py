@@ -15,7 +15,7 @@ from tfmix.optimizers import bits
 # 2**32 divided by the golden ratio, and odd.
 _GOLDEN = 0x9E3779B9
 # These odd factors separate the streams of a step, and neighbouring positions.
-_STREAM, _PLACE = 0x3C6EF372, 0x9E3779B1
+_STREAM, _PLACE, _ROUND = 0x3C6EF372, 0x9E3779B1, 0x85EBCA6B
 
 
 def noise(shape: tuple[int, ...], seed: Any, stream: int, step: Any) -> Any:
@@ -36,14 +36,15 @@ def noise(shape: tuple[int, ...], seed: Any, stream: int, step: Any) -> Any:
         step: Int32 scalar, the number of the step.
     """
     places = ops.reshape(ops.arange(math.prod(shape), dtype="int32"), shape)
-    places = places * bits.signed(_PLACE) + bits.signed(stream * _STREAM)
+    words = places * bits.signed(_PLACE)
+    words = words + (bits.signed(stream * _STREAM) + seed)
+    # MurmurHash3 mixes bits in this way at its end, with one more round. Each
+    # operation costs XLA time for every tensor of a model.
+    words = _mix(_mix(words) * bits.signed(_ROUND))
     # Multiplying last saves a kernel, which the product of the step would need.
-    return (_mix(places + seed) + step) * bits.signed(_GOLDEN)
+    return (words + step) * bits.signed(_GOLDEN)
 
 
 def _mix(words: Any) -> Any:
-    """Mixes the bits of int32, as MurmurHash3 does at its end."""
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        words = ops.bitwise_xor(words, bits.upper(words, shift))
-        words = words * bits.signed(factor)
+    """Mixes the upper half of int32 into the lower half."""
     return ops.bitwise_xor(words, bits.upper(words, 16))
