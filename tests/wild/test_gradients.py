@@ -47,6 +47,7 @@ NOT_NESTED = {
     "one_output_by_another",
     "memory_between_calls",
     "scores_left_on_a_layer",
+    "nests_left_on_a_layer",
     "penalty_on_heads_of_unlike_losses",
 }
 X = np.random.default_rng(0).normal(size=(64, 16)).astype("float32")
@@ -214,6 +215,37 @@ def scores_left_on_a_layer(call):
 
     def loss():
         return 1e-6 * (error(call(model, X)) + ops.mean(scoring.scores**2))
+
+    return gradients_of(loss, model)
+
+
+class LeavesNests(layers.Layer):
+    """Leaves values in a list, in a tuple, and in a dict that it keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.earlier = {}
+
+    def call(self, x):
+        scores = ops.cast(x, "float32")
+        self.list = [scores, {"deep": [scores]}]
+        self.tuple = (scores, None)
+        self.earlier["scores"] = scores
+        return ops.tanh(x)
+
+
+@form
+def nests_left_on_a_layer(call):
+    leaving = LeavesNests()
+    hidden = [keras.Input((16,)), layers.Dense(32), leaving]
+    model = keras.Sequential([*hidden, layers.Dense(1)])
+
+    def loss():
+        error_of_model = error(call(model, X))
+        (deep,) = leaving.list[1]["deep"]
+        left = [leaving.list[0], deep, leaving.tuple[0]]
+        left.append(leaving.earlier["scores"])
+        return 1e-6 * (error_of_model + sum(ops.mean(x**2) for x in left))
 
     return gradients_of(loss, model)
 

@@ -498,6 +498,10 @@ def copy_mask(source: Any, destination: Any) -> None:
         masking.set_keras_mask(destination, mask)
 
 
+# A layer's own losses are in this attribute.
+LOSSES = "_losses"
+
+
 def added_losses(model: keras.Layer) -> list[tuple[keras.Layer, Any]]:
     """Lists the losses that calls have added, each with its layer."""
     return [

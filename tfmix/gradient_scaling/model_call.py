@@ -34,8 +34,9 @@ else:
 _scaling: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 # Maps the `id` of a variable to its value, like a `keras.StatelessScope`.
 States = dict[int, Any]
-# Maps a layer's `id` and a name to its attributes and its array.
-Attributes = dict[tuple[int, str], tuple[dict, Any]]
+# Maps the `id` of a layer's attributes, or of a list or dict among them, and a
+# key to that container and its nest of arrays.
+Attributes = dict[tuple[int, Any], tuple[Any, Any]]
 
 # Marks the callers that models are called inside of. One takes a model's
 # results `AS_MADE`; others take those of a graph's parts.
@@ -237,7 +238,7 @@ def _run(
         scope = _new_scope(inputs.scope, before)
     with scope or contextlib.nullcontext(), layers.as_called(inputs.context):
         known = {id(loss) for _, loss in layers.added_losses(model)}
-        attributes = _attributes(model)
+        attributes = _attributes(layers.flat_layers(model))
         outputs = call(*args, **kwargs)
         left = _taken_off(model, attributes)
         added = [
@@ -251,7 +252,7 @@ def _run(
         for key, value in after.items()
         if value is not before.get(key)
     }
-    arrays = [*_arrays(outputs), *(array for _, array in left.values())]
+    arrays = _arrays([outputs, *(nest for _, nest in left.values())])
     floats = [x for x in arrays if _is_float(x)]
     others = [x for x in arrays if not _is_float(x)]
     rest = _Rest(others, updates, outputs, left, added)
@@ -294,19 +295,50 @@ def _finished(
         return next(new if _is_float(array) else others)
 
     outputs = _rebuilt(rest.outputs, of_border)
-    for (_, name), (attributes, array) in rest.left.items():
-        attributes[name] = of_border(array)
+    for (_, key), (container, nest) in rest.left.items():
+        value = _rebuilt(nest, of_border)
+        if isinstance(container, list) and key == len(container):
+            container.append(value)
+        else:
+            container[key] = value
     return outputs
 
 
-def _attributes(model: keras.Model) -> Attributes:
-    """Returns the arrays that are attributes of a model's layers."""
-    return {
-        (id(layer), name): (vars(layer), value)
-        for layer in layers.flat_layers(model)
-        for name, value in vars(layer).items()
-        if _is_array(value)
-    }
+def _attributes(
+    owners: Iterable, before: Attributes | None = None
+) -> Attributes:
+    """Returns the arrays and nests that are attributes of objects.
+
+    Args:
+        owners: Layers and other objects.
+        before: What they held before a call. A list or dict that is new is one
+            nest, and an earlier one may have new items.
+    """
+    held: Attributes = {}
+
+    def walk(container: Any) -> None:
+        is_dict = isinstance(container, dict)
+        pairs = container.items() if is_dict else enumerate(container)
+        for key, value in pairs:
+            place = (id(container), key)
+            is_nest = isinstance(value, list | tuple | dict)
+            if place in held or not (is_nest or _is_array(value)):
+                continue
+            if key == layers.LOSSES:
+                # `put_loss` has these.
+                continue
+            held[place] = (container, value)
+            is_new = before is not None and _at(before, place) is not value
+            if is_nest and not is_new:
+                walk(value)
+
+    for owner in owners:
+        walk(getattr(owner, "__dict__", {}))
+    return held
+
+
+def _at(attributes: Attributes, place: tuple[int, Any]) -> Any:
+    return attributes.get(place, (None, None))[1]
 
 
 def _taken_off(model: keras.Model, before: Attributes) -> Attributes:
@@ -314,17 +346,19 @@ def _taken_off(model: keras.Model, before: Attributes) -> Attributes:
 
     The earlier attributes are restored, because a border returns its own.
     """
+    after = _attributes(layers.flat_layers(model), before)
     left = {
-        place: (attributes, value)
-        for place, (attributes, value) in _attributes(model).items()
-        if value is not before.get(place, (None, None))[1]
+        place: (container, nest)
+        for place, (container, nest) in after.items()
+        if nest is not _at(before, place) and _arrays(nest)
     }
-    for place, (attributes, _) in left.items():
-        _, name = place
+    # A list loses its new items from its end.
+    for place, (container, _) in reversed(left.items()):
+        _, key = place
         if place in before:
-            attributes[name] = before[place][1]
+            container[key] = before[place][1]
         else:
-            del attributes[name]
+            del container[key]
     return left
 
 
@@ -337,9 +371,9 @@ def _held(model: keras.Model, nest: Any) -> list:
     tensors.map_leaves(nest, owners.append)
     held = [
         value
-        for owner in owners
-        if not _is_array(owner)
-        for value in getattr(owner, "__dict__", {}).values()
+        for _, value in _attributes(
+            owner for owner in owners if not _is_array(owner)
+        ).values()
         if _is_array(value) and _is_float(value) and gradients.reach(value)
     ]
     return list({id(value): value for value in held}.values())
