@@ -498,8 +498,8 @@ def copy_mask(source: Any, destination: Any) -> None:
         masking.set_keras_mask(destination, mask)
 
 
-# A layer's own losses are in this attribute.
-LOSSES = "_losses"
+# Keras's own attributes of a layer. Its losses are among them.
+KERAS_ATTRIBUTES = frozenset(vars(keras.layers.Layer(name="any")))
 
 
 def added_losses(model: keras.Layer) -> list[tuple[keras.Layer, Any]]:
