@@ -5,6 +5,7 @@ python -m benchmarks.graph [--json] [--save=docs]
 Counted in the step's graph, traced for a GPU, which the host needs not have:
 the time of all products at a T4's published peaks, the bytes that operations
 read and write, and how many operations have a result of more than one number.
+TensorFlow computes operations on constants once, so they are left out.
 """
 
 import collections
@@ -32,7 +33,7 @@ _FREE = frozenset(
     "Const Placeholder Identity IdentityN Reshape Shape VarHandleOp ExpandDims "
     "PartitionedCall StatefulPartitionedCall If StatelessIf While NoOp Squeeze "
     "StatelessWhile StopGradient PreventGradient ReadVariableOp Size Rank "
-    "BroadcastGradientArgs".split()
+    "BroadcastGradientArgs ShapeN".split()
 )
 
 
@@ -182,6 +183,8 @@ def _operations(graph: Any, seen: set) -> Iterator[Any]:
 def _cost(op: Any) -> tuple[float, float, float]:
     sizes = [_size(tensor) for tensor in op.outputs]
     if op.type in _FREE or max(sizes, default=0) <= 1:
+        return 0.0, 0.0, 0.0
+    if all(tensor.op.type == "Const" for tensor in op.inputs):
         return 0.0, 0.0, 0.0
     moved = sum(_size(x) * x.dtype.size for x in (*op.inputs, *op.outputs))
     peak = _NARROW if op.inputs and op.inputs[-1].dtype.size == 2 else _WIDE

@@ -171,7 +171,8 @@ FUNCTIONS = {
         "dimensions_to_reduce reducer",
     },
     "tensorflow.python.ops.gradients_util": {
-        "_GradientsHelper": "ys xs grad_ys"
+        "_GradientsHelper": "ys xs grad_ys",
+        "_MarkReachedOps": "from_ops reached_ops func_graphs",
     },
     "tensorflow.python.ops.custom_gradient": {
         "_eager_mode_decorator": "f args kwargs",

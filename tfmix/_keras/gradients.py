@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -24,6 +24,7 @@ if keras.backend.backend() == "tensorflow":
 
 # A graph holds its own gradient functions under this name.
 _OF_GRAPH = "_tfmix_gradients"
+_LOOPS = "While", "StatelessWhile"
 _numbers = itertools.count()
 
 # Takes a gradient for each result, and returns one for each input.
@@ -189,11 +190,35 @@ def of_graph(
         by: The gradients of the results, a tensor for each.
         ends: The tensors at which the backward pass ends.
     """
-    gradients: list = gradients_util._GradientsHelper(
-        list(results),
-        list(sources),
-        list(by),
-        stop_gradients=list(ends),
-        src_graph=results[0].graph,
-    )
+    graph = results[0].graph
+    with _without_needless(sources, graph):
+        gradients: list = gradients_util._GradientsHelper(
+            list(results),
+            list(sources),
+            list(by),
+            stop_gradients=list(ends),
+            src_graph=graph,
+        )
     return gradients
+
+
+@contextlib.contextmanager
+def _without_needless(sources: Sequence, graph: Any) -> Iterator[None]:
+    """Lets loops skip gradients of what does not depend on the sources.
+
+    A tape tells a loop which gradients it needs. Otherwise each step computes
+    those of all tensors, and nothing removes them later.
+    """
+    reached: set = set()
+    origins = [tensor.op for tensor in sources]
+    gradients_util._MarkReachedOps(origins, reached, [graph])
+    loops = [op for op in reached if op.type in _LOOPS]
+    for loop in loops:
+        loop.skip_input_indices = [
+            n for n, x in enumerate(loop.inputs) if x.op not in reached
+        ]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.skip_input_indices = None

@@ -102,9 +102,14 @@ def say_why(gradients: Sequence) -> list[bool]:
     """
     if compilation.by_xla():
         return [True] * len(gradients)
-    shapes = [tuple(gradient.shape) for gradient in gradients]
-    small = [None in s or math.prod(s) <= _SMALL for s in shapes]
+    small = [None in tuple(x.shape) or is_small(x) for x in gradients]
     return small if any(small) else [True] * len(gradients)
+
+
+def is_small(gradient: Any) -> bool:
+    """Returns whether a gradient is known to hold few numbers."""
+    shape = tuple(gradient.shape)
+    return None not in shape and math.prod(shape) <= _SMALL
 
 
 def blames_data(gradients: Sequence) -> Any:

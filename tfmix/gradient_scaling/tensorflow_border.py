@@ -7,10 +7,11 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfmix._keras import compilation, context_values, gradients
-from tfmix.gradient_scaling import power
+from tfmix.gradient_scaling import power, tensorflow_products
 
 # The float results of a function, the losses that were added inside, and what
 # else it returns.
@@ -151,10 +152,8 @@ class _Border:
         says_why = [False] * (len(values) - len(of_variables))
         says_why += power.say_why(of_variables)
         with _as_written():
-            # Infinity, unless `down` is NaN.
-            lost = by.down + math.inf
-            for n, dense, says in zip(kept, values, says_why, strict=True):
-                true = _unscaled(by.down, dense, lost if says else None)
+            unscaled = _all_unscaled(by.down, values, says_why)
+            for n, true in zip(kept, unscaled, strict=True):
                 inside[n] = _as_before(inside[n], true)
         return inside
 
@@ -223,20 +222,62 @@ def _as_written() -> contextlib.AbstractContextManager[None]:
     return context_values.holding(rules=context_values.NO_RULES)
 
 
-def _unscaled(down: Any, tensor: Any, lost: Any) -> Any:
-    """Divides a gradient; infinity then means an overflow inside.
+def _all_unscaled(down: Any, values: list, says_why: Sequence) -> list:
+    """Divides gradients; where infinity may stand, it is an overflow inside.
 
     Args:
         down: The factor; NaN if an incoming gradient was not finite.
-        tensor: The gradient.
-        lost: The value of such a gradient; `None` where it may leave as it
-            was computed.
+        values: The gradients.
+        says_why: Whether each must be infinity after an overflow. Others may
+            leave as they were computed.
     """
+    # Infinity, unless `down` is NaN.
+    lost = down + math.inf
+    small = [
+        n
+        for n, (value, says) in enumerate(zip(values, says_why, strict=True))
+        if says and power.is_small(value) and value.dtype == tf.float32
+    ]
+    if len(small) < 2 or not compilation.by_gpu_kernels():
+        small = []
+    shown = [says and n not in small for n, says in enumerate(says_why)]
+    unscaled = [
+        _unscaled(down, value, lost if says else None)
+        for value, says in zip(values, shown, strict=True)
+    ]
+    if small:
+        # A kernel for a few numbers takes as long as one for all of them.
+        together = _unscaled_together(down, [values[n] for n in small], lost)
+        for n, value in zip(small, together, strict=True):
+            unscaled[n] = value
+    return unscaled
+
+
+def _unscaled_together(down: Any, values: list, lost: Any) -> list:
+    sizes = [math.prod(value.shape) for value in values]
+    pairs = list(map(tensorflow_products.parts, values))
+    for n, (_, factor) in enumerate(pairs):
+        if not isinstance(factor, float):
+            pairs[n] = values[n], 1.0
+    flat = [tf.reshape(tensor, [-1]) for tensor, _ in pairs]
+    factors = np.repeat([factor for _, factor in pairs], sizes)
+    downs = down * factors.astype("float32") if (factors != 1).any() else down
+    whole = _unscaled(downs, tf.concat(flat, 0), lost)
+    return [
+        tf.reshape(part, value.shape)
+        for part, value in zip(tf.split(whole, sizes), values, strict=True)
+    ]
+
+
+def _unscaled(down: Any, gradient: Any, lost: Any) -> Any:
+    """Divides a gradient; one that is not finite becomes `lost`, if given."""
+    tensor, factor = tensorflow_products.parts(gradient)
+    result = _times(down if factor is None else down * factor, tensor)
     if lost is None:
-        return _times(down, tensor)
+        return result
     lost = tf.cast(lost, tensor.dtype)
     is_finite = tf.math.is_finite(tf.math.real(tensor))
-    return tf.where(is_finite, _times(down, tensor), lost)
+    return tf.where(is_finite, result, lost)
 
 
 def _times(factor: Any, tensor: Any) -> Any:

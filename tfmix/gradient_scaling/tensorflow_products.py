@@ -18,13 +18,21 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmix._keras import compilation, context_values, gradients
+from tfmix._keras import (
+    compilation,
+    context_values,
+    global_state,
+    gradients,
+)
 from tfmix.gradient_scaling.contraction import Contraction
 
 # Computes a result from a tensor and a weight of the same dtype.
 Function = Callable[[Any, Any], Any]
 # Takes the incoming gradient and the 16-bit weight; returns a gradient.
 Gradient = Callable[[Any, Any], Any]
+# A graph holds its divided factors under this name, and a gradient the tensor
+# and the power of two that it is the product of.
+_QUOTIENTS, _PARTS = "_tfmix_quotients", "_tfmix_parts"
 
 
 def _on_local(compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,13 +164,16 @@ def combined(
     is_eager = tf.executing_eagerly()
 
     def of_inputs(upstream: Any, narrow: Any) -> Any:
-        if is_eager and signs is not None:
+        # A loop would keep what `_pulled` reads, for its dead result.
+        is_whole = inputs.shape.as_list() == upstream.shape.as_list()
+        if signs is not None and (is_eager or is_whole):
             return _of_term(upstream, inputs, signs[0])
         return _pulled(lambda x: function(x, narrow), inputs, upstream)
 
     def of_weight(upstream: Any, narrow: Any) -> Any:
         if signs is not None and _adds_rows(weight, upstream):
-            return signs[1] * _row_sum(upstream, narrow)
+            total = _row_sum(upstream, narrow)
+            return -total if signs[1] < 0 else total
         if is_eager and signs is not None:
             return _of_term(_wide(upstream), weight, signs[1])
         return _of_wide_weight(function, inputs, weight, upstream)
@@ -198,12 +209,11 @@ def _row_sum(upstream: Any, narrow: Any) -> Any:
     """
     rows = tf.reshape(upstream, (-1, _times(_shape(narrow))))
     count = _shape(rows)[0]
-    dtype = upstream.dtype
-    power = _root_of_two(count) if dtype == tf.float16 else 1.0
-    parts = tf.fill((1, count), tf.cast(1.0 / power, dtype))
-    total = _wide(tf.matmul(parts, rows))
-    total = total * power if dtype == tf.float16 else total
-    return tf.reshape(total, _shape(narrow))
+    is_half = upstream.dtype == tf.float16
+    power = _root_of_two(count) if is_half else 1.0
+    parts = tf.fill((1, count), tf.cast(1.0 / power, upstream.dtype))
+    total = tf.reshape(tf.matmul(parts, rows), _shape(narrow))
+    return _enlarged(_wide(total), power) if is_half else _wide(total)
 
 
 def _summed(
@@ -229,8 +239,42 @@ def _summed(
         return _wide(multiplied(*factors))
     power = _root_of_two(count)
     factors = list(factors)
-    factors[divided] *= tf.cast(1.0 / power, tf.float16)
-    return _wide(multiplied(*factors)) * power
+    factors[divided] = _divided(factors[divided], power)
+    return _enlarged(_wide(multiplied(*factors)), power)
+
+
+def _divided(tensor: Any, power: Any) -> Any:
+    """Divides a float16 tensor, once for all weights that multiply it."""
+    # A tape that records has to see the division.
+    is_shared = not (tf.executing_eagerly() or gradients.is_recorded())
+    if not (is_shared and isinstance(power, float)):
+        return tensor * tf.cast(1.0 / power, tf.float16)
+    graph = tf.compat.v1.get_default_graph()
+    known = global_state.note(graph, _QUOTIENTS)
+    if known is None:
+        known = {}
+        setattr(graph, _QUOTIENTS, known)
+    # The tensor is kept with its quotient, because the `id` of a freed one is
+    # used again.
+    if (id(tensor), power) not in known:
+        quotient = tensor * tf.cast(1.0 / power, tf.float16)
+        known[id(tensor), power] = tensor, quotient
+    return known[id(tensor), power][1]
+
+
+def _enlarged(tensor: Any, power: Any) -> Any:
+    """Multiplies a gradient by a power of two."""
+    result = tensor * power
+    if not (tf.executing_eagerly() or compilation.by_xla()):
+        # If nothing is added to it, the border multiplies only once.
+        global_state.put_note(result, _PARTS, (tensor, power))
+    return result
+
+
+def parts(gradient: Any) -> tuple[Any, Any]:
+    """Returns a gradient and `None`, or a tensor and what multiplies it."""
+    noted: tuple | None = global_state.note(gradient, _PARTS)
+    return (gradient, None) if noted is None else noted
 
 
 def _root_of_two(count: Any) -> Any:
