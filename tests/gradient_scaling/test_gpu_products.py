@@ -64,6 +64,23 @@ def product_dtypes(graph, seen):
     return found
 
 
+def operations(graph, seen):
+    """Lists the types of all operations that results of a graph need."""
+    todo = [tensor.op for tensor in graph.outputs]
+    while todo:
+        op = todo.pop()
+        if op in seen:
+            continue
+        seen.add(op)
+        yield op.type
+        todo += [tensor.op for tensor in op.inputs]
+        for value in op.node_def.attr.values():
+            for name in [value.func.name, *(f.name for f in value.list.func)]:
+                if name:
+                    inner = graph._get_function(name).graph
+                    yield from operations(inner, seen)
+
+
 def step(name, policy):
     tfmix.set_global_policy(policy)
     model = keras.Sequential(MODELS[name]())
@@ -85,6 +102,84 @@ def test_a_gpu_multiplies_16_bit_factors(name, policy):
     with compilation.compiled_for("cuda"):
         found = product_dtypes(step(name, policy).graph, set())
     assert set(found) == {policy.removeprefix("mixed_")}
+
+
+# The gradient of the inputs, which nobody asks for, is no product.
+@pytest.mark.parametrize(("name", "products"), [("lstm", 5), ("conv_lstm", 20)])
+def test_a_loop_computes_each_gradient_once(name, products):
+    with compilation.compiled_for("cuda"):
+        graph = step(name, "mixed_float16").graph
+    found = collections.Counter(operations(graph, set()))
+    of_kernels = sum(product_dtypes(graph, set()).values())
+    # A bias adds a product with ones.
+    assert of_kernels == products + int(name == "lstm")
+    # Three accumulators and the list of inputs, and where two paths meet.
+    assert found["AddN"] <= 8
+
+
+@pytest.mark.parametrize("rows", [4, None])
+def test_a_power_of_two_is_multiplied_once(rows):
+    tfmix.set_global_policy("mixed_float16")
+    stack = [layers.Dense(80, use_bias=False) for _ in range(2)]
+    model = keras.Sequential([keras.Input((80,)), *stack])
+
+    @tf.function
+    def gradients(x):
+        with tf.GradientTape() as tape:
+            value = tf.reduce_sum(model(x, training=True))
+        return tape.gradient(value, model.trainable_variables)
+
+    signature = tf.TensorSpec((rows, 80))
+    with compilation.compiled_for("cuda"):
+        graph = gradients.get_concrete_function(signature).graph
+        found = gradients(tf.ones((4, 80)))
+    for output in graph.outputs:
+        # `where(is_finite, widened product * power, lost)`
+        selected = output.op.inputs[0].op
+        multiplied = selected.inputs[1].op
+        assert (selected.type, multiplied.type) == ("SelectV2", "Mul")
+        assert multiplied.inputs[0].op.type == "Cast"
+    tfmix.set_global_policy("float32")
+    with tf.GradientTape() as tape:
+        value = tf.ones((4, 80))
+        for weight in model.trainable_variables:
+            value = value @ weight.value
+        value = tf.reduce_sum(value)
+    variables = [weight.value for weight in model.trainable_variables]
+    exact = tape.gradient(value, variables)
+    for mine, theirs in zip(found, exact, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0.01, atol=0.01)
+
+
+def test_small_gradients_leave_together_and_say_why():
+    tfmix.set_global_policy("mixed_float16")
+    stack = [layers.Dense(4) for _ in range(3)]
+    model = keras.Sequential([keras.Input((4,)), *stack])
+
+    @tf.function
+    def gradients(x, upstream):
+        with tf.GradientTape() as tape:
+            value = model(x, training=True)
+        return tape.gradient(value, model.trainable_variables, upstream)
+
+    x = tf.ones((8, 4))
+    with compilation.compiled_for("cuda"):
+        graph = gradients.get_concrete_function(x, x).graph
+        fine = gradients(x, x)
+        bad = gradients(x, x * math.nan)
+        # The second layer's gradient overflows, the last one's does not.
+        stack[2].kernel.assign(tf.fill((4, 4), 6e4))
+        lost = gradients(x, x)
+    found = collections.Counter(operations(graph, set()))
+    # Two more choose the power of two.
+    assert found["SelectV2"] == 1 + 2
+    assert all(np.isfinite(gradient).all() for gradient in fine)
+    assert all(np.isnan(gradient).all() for gradient in bad)
+    assert np.isposinf(lost[0]).all()
+    assert np.isfinite(lost[-1]).all()
+    assert [gradient.shape for gradient in fine] == [
+        variable.shape for variable in model.trainable_variables
+    ]
 
 
 def test_a_cpu_multiplies_wide_factors_for_weights():

@@ -211,7 +211,7 @@ def _row_sum(upstream: Any, narrow: Any) -> Any:
     count = _shape(rows)[0]
     is_half = upstream.dtype == tf.float16
     power = _root_of_two(count) if is_half else 1.0
-    parts = tf.fill((1, count), tf.cast(1.0 / power, upstream.dtype))
+    parts = tf.fill((1, count), _reciprocal(power, upstream.dtype))
     total = tf.reshape(tf.matmul(parts, rows), _shape(narrow))
     return _enlarged(_wide(total), power) if is_half else _wide(total)
 
@@ -248,7 +248,7 @@ def _divided(tensor: Any, power: Any) -> Any:
     # A tape that records has to see the division.
     is_shared = not (tf.executing_eagerly() or gradients.is_recorded())
     if not (is_shared and isinstance(power, float)):
-        return tensor * tf.cast(1.0 / power, tf.float16)
+        return tensor * _reciprocal(power, tf.float16)
     graph = tf.compat.v1.get_default_graph()
     known = global_state.note(graph, _QUOTIENTS)
     if known is None:
@@ -257,7 +257,7 @@ def _divided(tensor: Any, power: Any) -> Any:
     # The tensor is kept with its quotient, because the `id` of a freed one is
     # used again.
     if (id(tensor), power) not in known:
-        quotient = tensor * tf.cast(1.0 / power, tf.float16)
+        quotient = tensor * _reciprocal(power, tf.float16)
         known[id(tensor), power] = tensor, quotient
     return known[id(tensor), power][1]
 
@@ -283,6 +283,12 @@ def _root_of_two(count: Any) -> Any:
         return 2.0 ** math.ceil(math.log(max(count, 1), 4))
     halves = tf.math.log(tf.cast(count, tf.float32)) / math.log(4.0)
     return 2.0 ** tf.math.ceil(tf.maximum(halves, 0.0))
+
+
+def _reciprocal(power: Any, dtype: Any) -> Any:
+    # A number needs no operation that casts it.
+    make = tf.constant if isinstance(power, float) else tf.cast
+    return make(1.0 / power, dtype)
 
 
 def _with_gradients(
