@@ -1,6 +1,7 @@
 """Variables of Keras and TensorFlow hold their values like this."""
 
 import keras
+import pytest
 
 from tests._keras.contracts import (
     jax_only,
@@ -34,12 +35,13 @@ def test_a_constant_belongs_to_the_function_that_jax_compiles():
 
 
 @tensorflow_only
-def test_what_tensorflow_tracks_starts_with_self(tmp_path):
+@pytest.mark.parametrize("make", [lambda: keras.Variable([1.0]), keras.Layer])
+def test_what_tensorflow_tracks_starts_with_self(make, tmp_path):
     import tensorflow as tf
 
-    variable = keras.Variable([1.0])
-    before = set(vars(variable))
-    tf.train.Checkpoint(one=variable).write(str(tmp_path / "saved"))
-    new = set(vars(variable)) - before
+    tracked = make()
+    before = set(vars(tracked))
+    tf.train.Checkpoint(one=tracked).write(str(tmp_path / "saved"))
+    new = set(vars(tracked)) - before
     assert new
     assert all(name.startswith("_self_") for name in new)

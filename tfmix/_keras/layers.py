@@ -498,13 +498,13 @@ def copy_mask(source: Any, destination: Any) -> None:
         masking.set_keras_mask(destination, mask)
 
 
-# Keras's own attributes of a layer, its losses among them, and TensorFlow's.
-KERAS_ATTRIBUTES = frozenset(vars(keras.layers.Layer(name="any"))) | {
-    "_self_saveable_object_factories",
-    "_self_unconditional_checkpoint_dependencies",
-    "_self_unconditional_deferred_dependencies",
-    "_self_unconditional_dependency_names",
-}
+def is_own_attribute(name: str) -> bool:
+    """Returns whether Keras or TensorFlow keeps this attribute of a layer."""
+    return name in _KERAS_ATTRIBUTES or name.startswith("_self_")
+
+
+# Losses that calls have added are among them.
+_KERAS_ATTRIBUTES = frozenset(vars(keras.layers.Layer(name="any")))
 
 
 def added_losses(model: keras.Layer) -> list[tuple[keras.Layer, Any]]:

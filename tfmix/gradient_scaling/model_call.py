@@ -324,7 +324,7 @@ def _attributes(
             is_nest = isinstance(value, list | tuple | dict)
             if place in held or not (is_nest or _is_array(value)):
                 continue
-            if is_nest and key in layers.KERAS_ATTRIBUTES:
+            if is_nest and layers.is_own_attribute(str(key)):
                 continue
             held[place] = (container, value)
             is_new = before is not None and _at(before, place) is not value
