@@ -234,7 +234,8 @@ def show(record: dict[str, Any]) -> None:
     console = rich.console.Console(width=width)
     for table in record["tables"]:
         if not table["rows"]:
-            console.print(f"{table['title']}: nothing to show", markup=False)
+            said = table.get("note") or "nothing to show"
+            console.print(f"{table['title']}: {said}", markup=False)
             continue
         drawn = rich.table.Table(
             *table["rows"][0],
