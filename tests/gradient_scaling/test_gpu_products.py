@@ -44,41 +44,35 @@ MODELS = {
 PRODUCTS = ("MatMul", "Conv", "Depthwise", "Einsum")
 
 
-def product_dtypes(graph, seen):
-    """Counts the dtypes of all products that results of a graph need."""
-    found = collections.Counter()
-    todo = [tensor.op for tensor in graph.outputs]
-    while todo:
-        op = todo.pop()
-        if op in seen:
-            continue
-        seen.add(op)
-        todo += [tensor.op for tensor in op.inputs]
-        if any(name in op.type for name in PRODUCTS):
-            found[op.inputs[-1].dtype.name] += 1
-        for value in op.node_def.attr.values():
-            for name in [value.func.name, *(f.name for f in value.list.func)]:
-                if name:
-                    inner = graph._get_function(name).graph
-                    found += product_dtypes(inner, seen)
-    return found
-
-
 def operations(graph, seen):
-    """Lists the types of all operations that results of a graph need."""
+    """Lists all operations that results of a graph need."""
     todo = [tensor.op for tensor in graph.outputs]
     while todo:
         op = todo.pop()
         if op in seen:
             continue
         seen.add(op)
-        yield op.type
+        yield op
         todo += [tensor.op for tensor in op.inputs]
         for value in op.node_def.attr.values():
             for name in [value.func.name, *(f.name for f in value.list.func)]:
                 if name:
                     inner = graph._get_function(name).graph
                     yield from operations(inner, seen)
+
+
+def types(graph):
+    """Counts the types of all operations that results of a graph need."""
+    return collections.Counter(op.type for op in operations(graph, set()))
+
+
+def product_dtypes(graph):
+    """Counts the dtypes of all products that results of a graph need."""
+    return collections.Counter(
+        op.inputs[-1].dtype.name
+        for op in operations(graph, set())
+        if any(name in op.type for name in PRODUCTS)
+    )
 
 
 def step(name, policy):
@@ -100,7 +94,7 @@ def step(name, policy):
 @pytest.mark.parametrize("name", list(MODELS))
 def test_a_gpu_multiplies_16_bit_factors(name, policy):
     with compilation.compiled_for("cuda"):
-        found = product_dtypes(step(name, policy).graph, set())
+        found = product_dtypes(step(name, policy).graph)
     assert set(found) == {policy.removeprefix("mixed_")}
 
 
@@ -109,8 +103,8 @@ def test_a_gpu_multiplies_16_bit_factors(name, policy):
 def test_a_loop_computes_each_gradient_once(name, products):
     with compilation.compiled_for("cuda"):
         graph = step(name, "mixed_float16").graph
-    found = collections.Counter(operations(graph, set()))
-    of_kernels = sum(product_dtypes(graph, set()).values())
+    found = types(graph)
+    of_kernels = sum(product_dtypes(graph).values())
     # A bias adds a product with ones.
     assert of_kernels == products + int(name == "lstm")
     # Three accumulators and the list of inputs, and where two paths meet.
@@ -170,7 +164,7 @@ def test_small_gradients_leave_together_and_say_why():
         # The second layer's gradient overflows, the last one's does not.
         stack[2].kernel.assign(tf.fill((4, 4), 6e4))
         lost = gradients(x, x)
-    found = collections.Counter(operations(graph, set()))
+    found = types(graph)
     # Two more choose the power of two.
     assert found["SelectV2"] == 1 + 2
     assert all(np.isfinite(gradient).all() for gradient in fine)
@@ -183,7 +177,7 @@ def test_small_gradients_leave_together_and_say_why():
 
 
 def test_a_cpu_multiplies_wide_factors_for_weights():
-    found = product_dtypes(step("dense", "mixed_float16").graph, set())
+    found = product_dtypes(step("dense", "mixed_float16").graph)
     assert found == {"float32": 1}
 
 
@@ -293,5 +287,5 @@ def test_the_gradient_of_a_bias_is_summed_in_float32(op, policy):
     sign = -1 if op is keras.ops.subtract else 1
     np.testing.assert_array_equal(found, np.full((1, 2, 3), sign * 2.0**18))
     assert found.dtype == "float32"
-    found = product_dtypes(graph, set())
+    found = product_dtypes(graph)
     assert found == {policy.removeprefix("mixed_"): 1}

@@ -498,12 +498,18 @@ def copy_mask(source: Any, destination: Any) -> None:
         masking.set_keras_mask(destination, mask)
 
 
-def is_own_attribute(name: str) -> bool:
-    """Returns whether Keras or TensorFlow keeps this attribute of a layer."""
-    return name in _KERAS_ATTRIBUTES or name.startswith("_self_")
+def users_attributes(attributes: Mapping[str, Any]) -> list[str]:
+    """Lists those attributes of a layer that Keras and TensorFlow do not keep.
+
+    Losses that calls have added are among Keras's.
+    """
+    return [
+        name
+        for name in attributes
+        if name not in _KERAS_ATTRIBUTES and not name.startswith("_self_")
+    ]
 
 
-# Losses that calls have added are among them.
 _KERAS_ATTRIBUTES = frozenset(vars(keras.layers.Layer(name="any")))
 
 

@@ -316,23 +316,21 @@ def _attributes(
     """
     held: Attributes = {}
 
-    def walk(container: Any) -> None:
-        is_dict = isinstance(container, dict)
-        pairs = container.items() if is_dict else enumerate(container)
-        for key, value in pairs:
-            place = (id(container), key)
+    def walk(container: Any, keys: Iterable) -> None:
+        for key in keys:
+            place, value = (id(container), key), container[key]
             is_nest = isinstance(value, list | tuple | dict)
             if place in held or not (is_nest or _is_array(value)):
-                continue
-            if is_nest and layers.is_own_attribute(str(key)):
                 continue
             held[place] = (container, value)
             is_new = before is not None and _at(before, place) is not value
             if is_nest and not is_new:
-                walk(value)
+                is_dict = isinstance(value, dict)
+                walk(value, value if is_dict else range(len(value)))
 
     for owner in owners:
-        walk(getattr(owner, "__dict__", {}))
+        attributes = getattr(owner, "__dict__", {})
+        walk(attributes, layers.users_attributes(attributes))
     return held
 
 
