@@ -129,7 +129,7 @@ def pytest_collection_modifyitems(config, items):
     A test that is named on the command line (`file.py::test_name`) runs with
     all its cases.
     """
-    if config.option.all or any("::" in name for name in config.args):
+    if _has_all_cases(config):
         return
     mine = ("tensorflow", "jax").index(_backend())
     kept = sampling.quick(items, _left_out, _is_shared, mine)
@@ -141,6 +141,10 @@ def pytest_collection_modifyitems(config, items):
         (item for item in items if item in kept),
         key=lambda item: item.path.name != "test_run.py",
     )
+
+
+def _has_all_cases(config):
+    return config.option.all or any("::" in name for name in config.args)
 
 
 def _left_out(item):
@@ -204,18 +208,19 @@ def pytest_sessionstart(session):
     """Splits the CPU into replicas and turns off TF32, which has 10 bits.
 
     A quick run turns off TensorFlow's graph optimizations. They take a tenth
-    of the time, and graphs this small run only a few times.
+    of the time, and graphs this small run only a few times. Slow tests need
+    them: they compare bits with another process, which has them.
     """
-    option = session.config.option
-    hands_out = getattr(option, "numprocesses", None) and not hasattr(
-        session.config, "workerinput"
+    config = session.config
+    hands_out = getattr(config.option, "numprocesses", None) and not hasattr(
+        config, "workerinput"
     )
     if hands_out or _backend() != "tensorflow":
         return
     import tensorflow as tf
 
     tf.config.experimental.enable_tensor_float_32_execution(False)
-    if not option.all:
+    if not _has_all_cases(config):
         tf.config.optimizer.set_experimental_options(
             {"disable_meta_optimizer": True}
         )
