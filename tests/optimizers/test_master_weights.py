@@ -1,5 +1,7 @@
 """Master weights are exact, are used everywhere and are never stale."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -17,39 +19,30 @@ def test_masters_are_the_inner_optimizers_own_float32_run(name):
     old = not hasattr(keras.optimizers, "MultiOptimizer")
     if name == "Muon" and old and not JAX:
         pytest.skip("Muon of Keras 3.12 fails by itself under TensorFlow")
-    steps = sixteen_bit.gradients(200)
-    expected = sixteen_bit.variables("float32")
-    sixteen_bit.run(helpers.make_optimizer(name), expected, steps)
-    ways = set(sixteen_bit.EXACT_WAYS)
-    if name not in flat.ELEMENTWISE:
-        ways.remove("flat")
-    for way in sorted(ways):
-        stored = sixteen_bit.variables("bfloat16")
-        optimizer = sixteen_bit.WAYS[way](helpers.make_optimizer(name))
-        sixteen_bit.run(optimizer, stored, steps)
-        masters = [optimizer.read_float32(variable) for variable in stored]
-        if JAX and name in INEXACT_UNDER_JIT:
-            for got, wanted in zip(masters, expected, strict=True):
-                helpers.assert_close(got, wanted, "float32")
-        else:
+    # A program of XLA's rounds a product and a sum once where another rounds
+    # twice, so under JAX each operation runs on its own, which takes longer.
+    steps = sixteen_bit.gradients(10 if JAX else 200)
+    with op_by_op():
+        expected = sixteen_bit.variables("float32")
+        sixteen_bit.run(helpers.make_optimizer(name), expected, steps)
+        ways = set(sixteen_bit.EXACT_WAYS)
+        if name not in flat.ELEMENTWISE:
+            ways.remove("flat")
+        for way in sorted(ways):
+            stored = sixteen_bit.variables("bfloat16")
+            optimizer = sixteen_bit.WAYS[way](helpers.make_optimizer(name))
+            sixteen_bit.run(optimizer, stored, steps)
+            masters = [optimizer.read_float32(variable) for variable in stored]
             exact = sixteen_bit.bits_of(expected)
             assert sixteen_bit.bits_of(masters) == exact, way
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["Adam", "Ftrl"])
-def test_flat_masters_are_exact_op_by_op(name):
-    expected = sixteen_bit.variables("float32")
-    stored = sixteen_bit.variables("bfloat16")
-    plain = helpers.make_optimizer(name)
-    optimizer = sixteen_bit.WAYS["flat"](helpers.make_optimizer(name))
-    plain.build(expected)
-    optimizer.build(stored)
-    for grads in sixteen_bit.gradients(10):
-        plain.apply([ops.convert_to_tensor(g) for g in grads])
-        optimizer.apply([ops.convert_to_tensor(g) for g in grads])
-    masters = [optimizer.read_float32(variable) for variable in stored]
-    assert sixteen_bit.bits_of(masters) == sixteen_bit.bits_of(expected)
+def op_by_op():
+    if not JAX:
+        return contextlib.nullcontext()
+    import jax
+
+    return jax.disable_jit()
 
 
 def test_variables_with_partly_filled_registers_are_not_joined():
@@ -66,17 +59,6 @@ def test_variables_with_partly_filled_registers_are_not_joined():
 # norm or a mean, depending on the rest of the program. The reciprocal roots of
 # Adagrad and RMSprop, and the powers of Ftrl, depend on where its vector loops
 # end.
-INEXACT_UNDER_JIT = {
-    "ScheduleFreeAdamW",
-    "Lamb",
-    "Adafactor",
-    "Adagrad",
-    "RMSprop",
-    "Ftrl",
-    "SGD",
-}
-
-
 @pytest.mark.costly
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("flat", [False, True])
