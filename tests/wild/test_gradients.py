@@ -230,7 +230,7 @@ class LeavesNests(layers.Layer):
         scores = ops.cast(x, "float32")
         self.list = [scores, {"deep": [scores]}]
         self.tuple = (scores, None)
-        self.earlier["scores"] = scores
+        self.earlier["scores"] = x
         return ops.tanh(x)
 
 
@@ -244,7 +244,7 @@ def nests_left_on_a_layer(call):
         error_of_model = error(call(model, X))
         (deep,) = leaving.list[1]["deep"]
         left = [leaving.list[0], deep, leaving.tuple[0]]
-        left.append(leaving.earlier["scores"])
+        left.append(ops.cast(leaving.earlier["scores"], "float32"))
         return 1e-6 * (error_of_model + sum(ops.mean(x**2) for x in left))
 
     return gradients_of(loss, model)

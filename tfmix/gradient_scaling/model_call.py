@@ -341,7 +341,9 @@ def _at(attributes: Attributes, place: tuple[int, Any]) -> Any:
 def _taken_off(model: keras.Model, before: Attributes) -> Attributes:
     """Returns what a call left on layers, such as scores for a later loss.
 
-    The earlier attributes are restored, because a border returns its own.
+    The earlier attributes are restored, because a border returns its own. It is
+    float32, like the results: a loss that casts 16 bits itself would send its
+    gradient back through 16 bits before the border scales it.
     """
     after = _attributes(layers.flat_layers(model), before)
     left = {
@@ -356,7 +358,10 @@ def _taken_off(model: keras.Model, before: Attributes) -> Attributes:
             container[key] = before[place][1]
         else:
             del container[key]
-    return left
+    return {
+        place: (container, tensors.map_leaves(nest, tensors.wide))
+        for place, (container, nest) in left.items()
+    }
 
 
 def _held(model: keras.Model, nest: Any) -> list:
