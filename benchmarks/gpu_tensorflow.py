@@ -97,6 +97,9 @@ class Program:
         import jax
         from jax._src.interpreters import mlir
         from jax._src.lib import xla_client
+        from jaxlib.mlir import ir
+
+        from tfmix.hardware import compilers
 
         # The iterations are a 64-bit integer.
         jax.config.update("jax_enable_x64", True)
@@ -105,6 +108,8 @@ class Program:
             module = xla_client._xla.mlir.deserialize_portable_artifact(
                 path.read_bytes()
             )
+            # TensorFlow's translation leaves products that are none.
+            module = ir.Module.parse(compilers.in_stablehlo(str(module)))
             main = next(
                 operation
                 for operation in module.body.operations

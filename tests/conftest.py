@@ -79,7 +79,6 @@ TENSORFLOW_IS_ENOUGH = (
     "wild/test_wild.py",
 )
 JAX_IS_ENOUGH = (
-    "hardware/test_float8_programs.py",
     "autocast/test_recomputation.py",
     "loss_scaling/test_replicas_jax.py",
     "test_orders_found.py",

@@ -1,6 +1,7 @@
 """The float8 product agrees bit for bit with its definition in NumPy."""
 
 import itertools
+import re
 
 import keras
 import ml_dtypes
@@ -9,6 +10,7 @@ import pytest
 from keras import ops
 
 from tests import helpers, steps
+from tfmix._keras import compilation
 from tfmix.float8 import product
 
 NARROW = {
@@ -233,15 +235,39 @@ def test_a_batch_may_have_no_rows(mode):
     assert tuple(step(x).shape) == (0, 32)
 
 
-@helpers.requires_backend("jax")
-@pytest.mark.parametrize(
-    ("platform", "named"), [("cuda", True), ("cpu", False)]
-)
-def test_a_gpu_gets_a_fixed_algorithm(platform, named):
-    # Without an algorithm XLA times its own kernels, which takes minutes.
+def lowered(platform, *arguments, devices=1):
+    """Returns the program of a product and both gradients for a platform."""
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        step = tf.function(with_gradients, jit_compile=True, autograph=False)
+        with compilation.compiled_for(platform):
+            return step.experimental_get_compiler_ir(*arguments)(stage="hlo")
     import jax
 
-    a, b = (ops.ones((32, 32), "bfloat16") for _ in range(2))
-    traced = jax.jit(product.product).trace(a, b)
-    text = traced.lower(lowering_platforms=(platform,)).as_text()
-    assert ("lhs_precision_type = f8E4M3FN" in text) is named
+    mesh = jax.sharding.Mesh(jax.devices()[:devices], "x")
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    step = jax.jit(with_gradients, in_shardings=rows).trace(*arguments)
+    return step.lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.every_case("a faulty case is 30 % slower on a GPU, and right")
+@pytest.mark.parametrize(
+    ("platform", "devices", "named", "by_rows"),
+    [
+        ("cuda", 1, 3, 6),
+        pytest.param(*("cuda", 2, 3, 0), marks=helpers.requires_backend("jax")),
+        ("cpu", 1, 0, 0),
+    ],
+)
+def test_a_gpu_gets_a_fixed_algorithm_and_layout(
+    platform, devices, named, by_rows
+):
+    # Without an algorithm XLA times its own kernels, which takes minutes.
+    # Without a layout it transposes each weight in a kernel of its own. Several
+    # devices would exchange the matrices for the layout.
+    matrix = ops.ones((32, 32), "bfloat16")
+    text = lowered(platform, matrix, matrix, matrix, devices=devices)
+    algorithms = re.findall("dot_any_f8_any_f8|lhs_precision_type = f8E", text)
+    assert len(algorithms) == named
+    assert len(re.findall('[@"]LayoutConstraint', text)) == by_rows

@@ -10,7 +10,7 @@ from keras import layers, ops
 import tfmix
 from tests import helpers
 from tfmix.float8 import product
-from tfmix.hardware import compiled_text, compilers, target
+from tfmix.hardware import compiled_text, compilers, hlo_text, target
 
 WIDTH, ROWS, LENGTH, WORDS = 1024, 32, 256, 1008
 EVERY = tfmix.Policy("mixed_float8", float8_layers=["Dense", "EinsumDense"])
@@ -48,6 +48,20 @@ def transformer(blocks):
         wide = layers.Dense(4 * WIDTH, activation="gelu")(h)
         h = layers.LayerNormalization()(h + layers.Dense(WIDTH)(wide))
     return keras.Model(inputs, layers.Dense(WORDS)(h))
+
+
+def transposed(text, shape):
+    """Returns the kernels that only transpose a rounded matrix of a shape."""
+    computations, entry = hlo_text.parse(text)
+    run = computations[entry]
+    narrow = {name for name, x in run.items() if x.result.startswith("f8")}
+    return [
+        name
+        for name in narrow
+        if run[name].operation == "fusion"
+        and run[name].result.startswith(f"f8e4m3fn{[*shape]}".replace(" ", ""))
+        and {*run[name].operands} <= narrow
+    ]
 
 
 def returned(text):
@@ -118,8 +132,10 @@ def test_two_layers_take_few_more_kernels_than_in_bfloat16(compiled, name):
         with tfmix.policy_scope(policy):
             dense = [layers.Dense(1024, "relu"), layers.Dense(1024)]
             model = keras.Sequential([keras.Input((1024,)), *dense])
-        step, _ = compiled(model, 4096, name, optimizer="sgd", loss="mse")
+        step, text = compiled(model, 4096, name, optimizer="sgd", loss="mse")
         kernels[str(policy)] = step.kernels
+    # A kernel that rounds a weight writes it for both of its products.
+    assert not transposed(text, (1024, 1024))
     before, after = kernels.values()
     # Each of six tensors has a kernel for its rows' largest numbers, one for
     # the scales and one for the cast. bfloat16 also casts the weights.

@@ -20,6 +20,7 @@ if keras.backend.backend() == "tensorflow":
 else:
     import jax
     import jax.extend.core
+    from jax.experimental import layout
     from jax.interpreters import batching, mlir
 
 Function = TypeVar("Function", bound=Callable)
@@ -154,7 +155,9 @@ def float8_product(
 
     On a GPU the algorithm is set to that of the vendor's library. Otherwise XLA
     compiles and times kernels of its own for each product, which takes minutes
-    in a first step and gives slower kernels.
+    in a first step and gives slower kernels. On a single GPU both
+    matrices are also stored row by row. Otherwise XLA stores a weight as its
+    first product needs it, and another kernel transposes it for the next.
 
     Returns:
         The product, summed in float32. It is bfloat16 if `dtype` is, because
@@ -171,9 +174,14 @@ def float8_product(
         by_library = functools.partial(
             default, precision=jax.lax.DotAlgorithmPreset[_BY_LIBRARY]
         )
-        return jax.lax.platform_dependent(
-            a, b, cuda=by_library, default=default
-        )
+        rows = layout.Layout((0, 1))
+
+        def by_rows(*both: Any) -> Any:
+            return by_library(*layout.with_layout_constraint(both, rows))
+
+        # Devices that share a matrix would exchange it to store it by rows.
+        on_gpu = by_target(by_library, by_rows)
+        return jax.lax.platform_dependent(a, b, cuda=on_gpu, default=default)
     if not by_xla():
         # TensorFlow's own operations do not support float8.
         wide = tf.cast(a, tf.float32), tf.cast(b, tf.float32)
@@ -181,8 +189,9 @@ def float8_product(
     shape = a.shape[1 - axes[0]], b.shape[1 - axes[1]]
     types = [_stablehlo_type(x.shape, x.dtype.name) for x in (a, b)]
     types.append(_stablehlo_type(shape, dtype))
-    algorithm = ""
+    layouts, factors, algorithm = "", "%a, %b", ""
     if for_gpu():
+        layouts, factors = _STABLEHLO_BY_ROWS.format(*types), "%x, %y"
         narrow = [_STABLEHLO[x.dtype.name] for x in (a, b)]
         algorithm = _STABLEHLO_BY_LIBRARY.format(*narrow)
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops
@@ -190,7 +199,9 @@ def float8_product(
     (product,) = gen_xla_ops.xla_call_module(
         [a, b],
         version=9,
-        module=_FLOAT8_PRODUCT.format(*types, *axes, algorithm),
+        module=_FLOAT8_PRODUCT.format(
+            *types, layouts, factors, *axes, algorithm
+        ),
         Sout=[list(shape)],
         Tout=[tf.as_dtype(dtype)],
         # The module holds nothing that depends on the platform.
@@ -204,12 +215,20 @@ def float8_product(
 
 # The attribute leaves the batch size open until it is compiled.
 _FLOAT8_PRODUCT = """module attributes {{jax.uses_shape_polymorphism = true}} {{
-  func.func public @main(%a: {0}, %b: {1}) -> {2} {{
-    %c = stablehlo.dot_general %a, %b, contracting_dims = [{3}] x [{4}]{5}
+  func.func public @main(%a: {0}, %b: {1}) -> {2} {{{3}
+    %c = stablehlo.dot_general {4}, contracting_dims = [{5}] x [{6}]{7}
       : ({0}, {1}) -> {2}
     return %c : {2}
   }}
 }}"""
+_STABLEHLO_BY_ROWS = "".join(
+    f"""
+    %{result} = stablehlo.custom_call @LayoutConstraint(%{matrix}) {{{{
+      operand_layouts = [dense<[1, 0]> : tensor<2xindex>],
+      result_layouts = [dense<[1, 0]> : tensor<2xindex>]
+    }}}} : ({kind}) -> {kind}"""
+    for matrix, result, kind in (("a", "x", "{0}"), ("b", "y", "{1}"))
+)
 # This algorithm multiplies any two float8 formats, and sums as Tensor Cores do
 # by default. XLA has no kernels of its own for it, so it calls the library. JAX
 # and StableHLO both have it.

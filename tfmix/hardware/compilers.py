@@ -162,12 +162,13 @@ def compile_tensorflow(function: Any, arguments: Any, device: Any) -> Compiled:
     from jaxlib import _hlo, _jax, xla_client
     from jaxlib.mlir import ir
 
-    with compilation.compiled_for(device.platform):
+    platform = "cuda" if device.platform == "gpu" else device.platform
+    with compilation.compiled_for(platform):
         lowered = function.experimental_get_compiler_ir(*arguments)
         serialized = lowered(stage="hlo_serialized")
     computation = _hlo.XlaComputation(serialized)
     text = xla_client._xla.mlir.xla_computation_to_mlir_module(computation)
-    module = ir.Module.parse(_without_copies(text), mlir.make_ir_context())
+    module = ir.Module.parse(in_stablehlo(text), mlir.make_ir_context())
 
     def compile_with(flags: dict[str, Any]) -> Any:
         settings = compiler.get_compile_options(
@@ -197,11 +198,21 @@ def _compile_with_fallback(
     return compile_with(_NO_TRITON)
 
 
-def _without_copies(text: str) -> str:
-    """Replaces `mhlo.copy`, which StableHLO does not have, by an identity."""
-    return re.sub(
+def in_stablehlo(text: str) -> str:
+    """Corrects what XLA's translation of a program leaves outside StableHLO.
+
+    A copy becomes an identity, because StableHLO has no copies. A product that
+    names an algorithm becomes a general one, because others cannot name one.
+    """
+    text = re.sub(
         r"mhlo\.copy(.*?) : (tensor<[^>]*>)",
         r"stablehlo.reshape\1 : (\2) -> \2",
+        text,
+    )
+    return re.sub(
+        r"stablehlo\.dot (\S+ \S+), (precision = \[.*?\]) "
+        r"\{(algorithm) = #stablehlo.dot_algorithm(<.*?>)\}",
+        r"stablehlo.dot_general \1, contracting_dims = [1] x [0], \2, \3 = \4",
         text,
     )
 
