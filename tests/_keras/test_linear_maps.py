@@ -17,14 +17,14 @@ def tripled(factor, vector):
     """Multiplies by a factor; its transpose is three times the right one."""
 
     def forward(factor, vector):
-        return [factor * vector]
+        return {"mapped": factor * vector[0]}
 
     def transpose(factor, upstream):
-        return [3.0 * factor * upstream]
+        return [3.0 * factor * upstream["mapped"]]
 
-    return linear_maps.apply(
-        forward, transpose, forward, [factor], [vector], [vector]
-    )[0]
+    like = {"mapped": vector}
+    mapped = linear_maps.apply(forward, transpose, factor, [vector], like)
+    return mapped["mapped"]
 
 
 @pytest.mark.parametrize("wrap", ["eager", "jit"])

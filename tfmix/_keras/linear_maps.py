@@ -17,34 +17,44 @@ if keras.backend.backend() == "jax":
 
 
 def apply(
-    forward: Callable,
-    transpose: Callable,
-    differentiable: Callable,
-    fixed: Sequence,
+    forward: Callable[[Any, list], Any],
+    transpose: Callable[[Any, Any], list],
+    fixed: Any,
     vector: Sequence,
-    like: Sequence,
-) -> list:
+    like: Any,
+) -> Any:
     """Maps a vector linearly.
 
     Args:
-        forward: Takes `*fixed, *vector`; returns a list of arrays.
-        transpose: Takes `*fixed` and an array for each of `like`; returns a
-            list with an array for each of `vector`.
-        differentiable: Like `forward`; its derivatives are used.
-        fixed: Arrays that the map depends on.
+        forward: Takes `fixed` and `vector`; returns a nest like `like`. Its
+            derivatives are used.
+        transpose: Takes `fixed` and a nest like `like`; returns a list with an
+            array for each of `vector`.
+        fixed: A nest of arrays that the map depends on.
         vector: The float arrays to map.
-        like: Arrays of the shapes and dtypes that `forward` returns.
+        like: A nest of arrays of the shapes and dtypes that `forward` returns.
     """
-    mapped: list = _map.bind(
-        *fixed,
+    saved, structure = jax.tree.flatten(fixed)
+    leaves, nest = jax.tree.flatten(like)
+    count = len(saved)
+
+    def mapped(*given: Any) -> list:
+        fixed = structure.unflatten(given[:count])
+        return jax.tree.leaves(forward(fixed, list(given[count:])))
+
+    def transposed(*given: Any) -> list:
+        fixed = structure.unflatten(given[:count])
+        return transpose(fixed, nest.unflatten(given[count:]))
+
+    results = _map.bind(
+        *saved,
         *vector,
-        forward=forward,
-        transpose=transpose,
-        differentiable=differentiable,
-        count=len(fixed),
-        types=tuple(map(jax.typeof, like)),
+        forward=mapped,
+        transpose=transposed,
+        count=count,
+        types=tuple(map(jax.typeof, leaves)),
     )
-    return mapped
+    return nest.unflatten(results)
 
 
 def _run(*values: Any, forward: Callable, **_: Any) -> list:
@@ -53,10 +63,10 @@ def _run(*values: Any, forward: Callable, **_: Any) -> list:
 
 
 def _pushed(
-    values: Sequence, tangents: Sequence, differentiable: Callable, **_: Any
+    values: Sequence, tangents: Sequence, forward: Callable, **_: Any
 ) -> tuple[list, list]:
     tangents = list(map(ad.instantiate_zeros, tangents))
-    mapped, pushed = jax.jvp(differentiable, tuple(values), tuple(tangents))
+    mapped, pushed = jax.jvp(forward, tuple(values), tuple(tangents))
     return mapped, pushed
 
 
@@ -75,7 +85,6 @@ def _batched(
     axes: Sequence,
     forward: Callable,
     transpose: Callable,
-    differentiable: Callable,
     count: int,
     types: Sequence,
 ) -> tuple[list, list]:
@@ -93,13 +102,11 @@ def _batched(
         for value, axis in zip(values[count:], axes[count:], strict=True)
     ]
     fixed = tuple(axes[:count])
-    by_row = fixed + (0,) * len(vector)
     mapped = _map.bind(
         *values[:count],
         *vector,
-        forward=jax.vmap(forward, by_row),
+        forward=jax.vmap(forward, fixed + (0,) * len(vector)),
         transpose=jax.vmap(transpose, fixed + (0,) * len(types)),
-        differentiable=jax.vmap(differentiable, by_row),
         count=count,
         types=tuple(
             jax.extend.core.unmapped_aval(size, 0, kind) for kind in types

@@ -82,48 +82,34 @@ def _known(
     def _(primals: tuple, tangents: tuple) -> tuple:
         results, kept, values = primals
         beyond, _, at_border = tangents
-        leaves, nest = jax.tree.flatten(results)
-        saved, structure = jax.tree.flatten((kept, values))
-        count = len(saved)
-
-        def push(*given: Any) -> Results:
-            _, values = structure.unflatten(given[:count])
-            (_, pushed, _) = jax.jvp(
-                _of_floats(function, values),
-                _floats(values),
-                list(given[count:]),
-                has_aux=True,
-            )
-            return (*pushed, None)
-
-        def forward(*given: Any) -> list:
-            return jax.tree.leaves(push(*given))
-
-        def transpose(*given: Any) -> list:
-            kept, values = structure.unflatten(given[:count])
-            upstream = nest.unflatten(given[count:])
-            return gradients(kept, values, upstream)
-
-        def differentiable(*given: Any) -> list:
-            return jax.tree.leaves(call(push, given))
-
         pushed = linear_maps.apply(
-            forward,
-            transpose,
-            differentiable,
-            saved,
+            lambda fixed, vector: _pushed(function, fixed[1], vector),
+            lambda fixed, upstream: gradients(*fixed, upstream),
+            (kept, values),
             [
                 _tangent(tangent)
                 for value, tangent in zip(values, at_border, strict=True)
                 if _is_float(value)
             ],
-            leaves,
+            results,
         )
-        moved = jax.tree.map(_moved, beyond, nest.unflatten(pushed))
         # A second derivative cannot pass through `results` themselves.
-        return known(*primals), moved
+        return known(*primals), jax.tree.map(_moved, beyond, pushed)
 
     return known(results, kept, values)
+
+
+def _pushed(function: Function, values: Sequence, tangents: list) -> tuple:
+    """Pushes tangents forward, with a border around that, too."""
+    given, structure = jax.tree.flatten((values, tangents))
+
+    def pushed(*given: Any) -> Results:
+        values, tangents = structure.unflatten(given)
+        of_floats, floats = _of_floats(function, values), _floats(values)
+        _, moved, _ = jax.jvp(of_floats, floats, tangents, has_aux=True)
+        return (*moved, None)
+
+    return call(pushed, given)[:2]
 
 
 def _gradients(
