@@ -1,6 +1,10 @@
-"""Explains a first step that takes long."""
+"""Explains a first step that takes long, and retries one that fails.
+
+A user's own `train_step` may mix dtypes. It is then traced a second time.
+"""
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,7 +12,8 @@ from typing import Any
 import keras
 
 from tfmix import _messages
-from tfmix._keras import optimizers
+from tfmix._keras import layers, optimizers, training
+from tfmix.autocast import float32_fallback
 from tfmix.optimizers import low_memory
 
 # A first step shorter than this, in seconds, needs no explanation.
@@ -21,7 +26,7 @@ def watched(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Makes a train function that explains a long first call.
+    """Makes a train function whose first call is explained and retried.
 
     `original` is the model's `make_train_function`. Later calls go to the
     function that it made.
@@ -31,8 +36,14 @@ def watched(
     function = model.train_function
     if function is before:
         return function
-
     is_done = False
+
+    def anew(*arguments: Any) -> Any:
+        nonlocal function
+        # Otherwise a part of the failed trace could run.
+        original(force=True)
+        function = model.train_function
+        return function(*arguments)
 
     def first(*arguments: Any) -> Any:
         nonlocal is_done
@@ -41,7 +52,7 @@ def watched(
             return function(*arguments)
         is_done = True
         with _explained(model):
-            logs = function(*arguments)
+            logs = _retried(model, function, anew, arguments)
         # A callback may have replaced it.
         if model.train_function is first:
             model.train_function = function
@@ -49,6 +60,24 @@ def watched(
 
     model.train_function = first
     return first
+
+
+def _retried(
+    model: keras.Model, function: Callable, anew: Callable, arguments: tuple
+) -> Any:
+    """Runs a step; traces a user's own again, on layers that return float32."""
+    if not training.has_own_step(model):
+        return function(*arguments)
+    built = layers.is_built(model)
+    arguments = training.for_two_calls(model, arguments)
+    try:
+        return function(*arguments)
+    except Exception as error:
+        if not built:
+            # Variables created in a failed trace have no value.
+            raise
+        trace = functools.partial(anew, *arguments)
+        return float32_fallback.trace_again(model, error, trace)
 
 
 @contextlib.contextmanager

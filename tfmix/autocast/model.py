@@ -31,7 +31,6 @@ from tfmix.autocast import (
     float32_fallback,
     interceptor,
     model_outputs,
-    own_train_step,
 )
 from tfmix.float8 import chosen_layers
 from tfmix.gradient_scaling import model_call, power, tensors
@@ -202,10 +201,7 @@ class _MixedModel:
     def _make_train_function(
         self, original: Callable, *args: Any, **kwargs: Any
     ) -> Any:
-        make = functools.partial(first_step.watched, self._model, original)
-        if training.has_own_step(self._model):
-            make = functools.partial(own_train_step.traced, self._model, make)
-        return make(*args, **kwargs)
+        return first_step.watched(self._model, original, *args, **kwargs)
 
     def _averages(self) -> bool:
         """Returns whether the optimizer averages the weights it updates."""

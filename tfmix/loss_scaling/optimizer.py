@@ -20,7 +20,6 @@ from tfmix.loss_scaling import (
     replicas,
     rules,
     saving,
-    scaled_losses,
     standstill,
     step_outcome,
     unscale,
@@ -151,7 +150,7 @@ class LossScaleOptimizer(
         self.reduce_dtype = reduce_dtype
         self._gradient_norm: keras.Variable | None = None
         # `None` until it is decided.
-        self._losses: scaled_losses.Scaled | scaled_losses.Unscaled | None
+        self._losses: unscale.Scaled | unscale.Unscaled | None
         self._losses = None
         # Whether `apply_gradients` gets unscaled gradients, as in tf.keras.
         self._gets_unscaled = False
@@ -603,7 +602,7 @@ class LossScaleOptimizer(
         """
         return ops.equal(self._consecutive_skips.value, 0)
 
-    def _of_losses(self) -> scaled_losses.Scaled | scaled_losses.Unscaled:
+    def _of_losses(self) -> unscale.Scaled | unscale.Unscaled:
         """Returns whether the optimizer multiplies losses by its scale."""
         if self._losses is None:
             step = step_outcome.around()
@@ -613,14 +612,12 @@ class LossScaleOptimizer(
                 if not (is_its and variables):
                     # The variables are not known yet. This step multiplies the
                     # loss and divides the gradients, which is right for any.
-                    return scaled_losses.Scaled()
+                    return unscale.Scaled()
                 self.build(variables)
             # The decision is final, because later compiled code has to agree
             # with earlier code.
             inside = self.built and model_call.scales(self._model_variables)
-            self._losses = (
-                scaled_losses.Unscaled() if inside else scaled_losses.Scaled()
-            )
+            self._losses = unscale.Unscaled() if inside else unscale.Scaled()
         return self._losses
 
     def decide_anew(self) -> None:
