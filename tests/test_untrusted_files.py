@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests import helpers
-from tests.diagnostics import numerics_faults
+from tests.diagnostics import faults
 from tests.hardware import test_step_page
 from tfmix import _tables, cli
 from tfmix.conversion import summary
@@ -113,8 +113,8 @@ def test_an_unescaped_name_is_found():
 
 
 def test_the_page_of_check_escapes_names_and_advice(tmp_path):
-    planted = numerics_faults.plant("activation_overflow", 0)
-    report = check.check(planted.model, planted.x, planted.y, loss="mse")
+    case = faults.loud_between_others()
+    report = check.check(case.model, case.x, case.y, loss="mse")
     rows = [
         dataclasses.replace(row, layer=HOSTILE, advice=HOSTILE)
         for row in report.rows

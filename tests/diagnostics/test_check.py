@@ -16,113 +16,17 @@ from rich import console
 
 import tfmix
 from tests import helpers
-from tests.diagnostics import numerics_faults
+from tests.diagnostics import faults
 from tfmix.diagnostics import check
 from tfmix.policy import policy as policies
 
 BACKEND = importlib.import_module(keras.backend.backend())
 
 
-def diagnosed(planted):
-    return check.check(planted.model, planted.x, planted.y, loss=planted.loss)
-
-
-# JAX compiles every op that it meets for the first time. Seconds under
-# TensorFlow are half a minute under JAX.
-QUICK_ON_JAX = ("activation_overflow", "faint_gradients")
-
-
-def slow_on_jax(values, quick=()):
-    on_jax = keras.backend.backend() == "jax"
-    return [
-        pytest.param(
-            one,
-            marks=pytest.mark.slow if on_jax and one not in quick else (),
-        )
-        for one in values
-    ]
-
-
-@pytest.mark.parametrize(
-    "kind", slow_on_jax(numerics_faults.KINDS, QUICK_ON_JAX)
-)
-def test_the_planted_layer_is_named_first(kind):
-    planted = numerics_faults.plant(kind, seed=1)
-    first = diagnosed(planted).rows[0]
-    assert (first.layer, first.phase) == (planted.layer, planted.phase)
-    assert first.verdict != "ok"
-    assert first.advice
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", numerics_faults.KINDS)
-def test_twenty_draws_of_depth_and_place_name_the_right_layer(kind):
-    for seed in range(20):
-        planted = numerics_faults.plant(kind, seed)
-        report = diagnosed(planted)
-        assert not report.healthy, seed
-        assert report.rows[0].layer == planted.layer, seed
-
-
-def convolutional(policy):
-    return keras.Sequential(
-        [
-            keras.Input((8, 8, 1)),
-            keras.layers.Conv2D(8, 3, activation="relu", dtype=policy),
-            keras.layers.BatchNormalization(dtype=policy),
-            keras.layers.Flatten(dtype=policy),
-            keras.layers.Dropout(0.5, dtype=policy),
-            keras.layers.Dense(10, dtype=policy),
-            keras.layers.Activation("softmax", dtype="float32"),
-        ]
-    )
-
-
-def transformer(policy):
-    inputs = keras.Input((8, 8))
-    hidden = keras.layers.Dense(16, dtype=policy)(inputs)
-    attention = keras.layers.MultiHeadAttention(2, 8, dropout=0.1, dtype=policy)
-    hidden = keras.layers.Add(dtype=policy)([hidden, attention(hidden, hidden)])
-    hidden = keras.layers.LayerNormalization(dtype=policy)(hidden)
-    hidden = keras.layers.Dense(16, activation="gelu", dtype=policy)(hidden)
-    hidden = keras.layers.Flatten(dtype=policy)(hidden)
-    outputs = keras.layers.Activation("softmax", dtype="float32")(
-        keras.layers.Dense(10, dtype=policy)(hidden)
-    )
-    return keras.Model(inputs, outputs)
-
-
-def recurrent(policy):
-    return keras.Sequential(
-        [
-            keras.Input((8, 8)),
-            keras.layers.LSTM(12, dropout=0.2, dtype=policy),
-            keras.layers.Dense(10, dtype=policy),
-            keras.layers.Activation("softmax", dtype="float32"),
-        ]
-    )
-
-
-def digits(shape, rows=32):
-    generator = np.random.default_rng(0)
-    x = generator.integers(0, 17, (rows, *shape)).astype("float32") / 16
-    return x, generator.integers(0, 10, rows)
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize(
-    "policy", slow_on_jax(["mixed_float16", "mixed_bfloat16"])
-)
-@pytest.mark.parametrize(
-    ("build", "shape"),
-    [(convolutional, (8, 8, 1)), (transformer, (8, 8)), (recurrent, (8, 8))],
-)
-def test_a_healthy_model_raises_no_alarm(build, shape, policy):
-    model = build(policy)
-    x, y = digits(shape)
-    report = check.check(model, x, y, loss="sparse_categorical_crossentropy")
-    assert report.healthy, str(report)
-    assert report.suggested_policy(progress=False) == policies.Policy(policy)
+def loud():
+    """Checks a model whose layer "loud" overflows."""
+    case = faults.loud_between_others()
+    return check.check(case.model, case.x, case.y, loss=case.loss)
 
 
 class Nested(keras.Model):
@@ -236,15 +140,20 @@ def test_a_fault_in_float32_is_reported_as_broken():
 
 
 def test_a_check_without_targets_only_runs_the_forward_pass():
-    model = convolutional("mixed_float16")
-    report = check.check(model, digits((8, 8, 1))[0])
+    x, y = rows(8)
+    report = check.check(small(), x)
     assert "backward" not in {row.phase for row in report.rows}
+    assert report.forward_only
+    assert "healthy, forward pass only" in str(report)
+    assert json.loads(report.to_json())["forward_only"] is True
+    text = str(check.check(small(), x, y, loss="mse"))
+    assert "forward pass only" not in text
 
 
 def test_the_compiled_loss_is_used():
-    model = convolutional("mixed_float16")
-    model.compile("sgd", "sparse_categorical_crossentropy")
-    report = check.check(model, *digits((8, 8, 1)))
+    model = small()
+    model.compile("sgd", "mse")
+    report = check.check(model, *rows(8))
     assert "loss" in {row.layer for row in report.rows}
 
 
@@ -265,23 +174,19 @@ def test_several_losses_are_judged_and_keep_their_means():
 
 
 def test_a_float32_model_is_checked_in_float16_under_the_default_rules():
-    model = convolutional("float32")
-    report = check.check(
-        model, *digits((8, 8, 1)), loss="sparse_categorical_crossentropy"
-    )
+    report = check.check(small("float32"), *rows(8), loss="mse")
     assert report.policy == policies.Policy("mixed_float16")
 
 
 def test_json_holds_the_rows_and_no_infinity():
-    planted = numerics_faults.plant("activation_overflow", 0)
-    found = json.loads(diagnosed(planted).to_json())
+    found = json.loads(loud().to_json())
     assert found["healthy"] is False
     assert found["rows"][0]["relative_error"] is None
     assert found["rows"][0]["layer"] == "loud"
 
 
 def test_the_table_names_layer_and_line():
-    text = str(diagnosed(numerics_faults.plant("activation_overflow", 0)))
+    text = str(loud())
     assert "loud" in text
     assert 'name="loud", dtype="float32"' in text
 
@@ -293,7 +198,7 @@ def printed(report, width):
 
 
 def test_advice_is_printed_below_the_table_in_80_columns():
-    report = diagnosed(numerics_faults.plant("activation_overflow", 0))
+    report = loud()
     lines = printed(report, 80)
     assert max(map(len, lines)) <= 80
     code = [row.advice.partition("  # ")[0] for row in report.faults]
@@ -344,16 +249,16 @@ def test_the_page_names_model_date_and_versions(tmp_path):
 
 
 def test_wrong_arguments_are_refused():
-    model = convolutional("mixed_float16")
-    x, y = digits((8, 8, 1))
+    x, y = rows(8)
     with pytest.raises(TypeError, match="model='resnet'"):
         check.check("resnet", x)
-    with pytest.raises(ValueError, match="loss=None"):
-        check.check(model, x, y)
-    with pytest.raises(ValueError, match="y=None"):
-        check.check(model, x, loss="mse")
-    with pytest.raises(ValueError, match="policy='float32'"):
-        check.check(model, x, policy="float32")
+    for given, message in (
+        ({"y": y}, "loss=None"),
+        ({"loss": "mse"}, "y=None"),
+        ({"policy": "float32"}, "policy='float32'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check.check(small(), x, **given)
 
 
 def small(dtype="mixed_float16"):
@@ -394,17 +299,6 @@ def test_the_first_batch_of_a_dataset_is_checked():
     report = check.check(small(), batches, loss="mse")
     assert "backward" in {row.phase for row in report.rows}
     assert "100 rows" in report.notes[0]
-
-
-def test_a_report_without_gradients_has_a_note():
-    x, y = rows(8)
-    forward = check.check(small(), x)
-    assert forward.forward_only
-    assert "healthy, forward pass only" in str(forward)
-    assert json.loads(forward.to_json())["forward_only"] is True
-    assert "forward pass only" not in str(
-        check.check(small(), x, y, loss="mse")
-    )
 
 
 @pytest.mark.parametrize("name", ["x", "y"])
@@ -505,9 +399,7 @@ def test_a_notebook_shows_a_table():
     assert re.search(r'color: #00\w+[^>]*">first', page)
 
 
-@pytest.mark.skipif(
-    keras.backend.backend() != "tensorflow", reason="TensorFlow's functions"
-)
+@helpers.requires_backend("tensorflow")
 def test_other_threads_keep_their_compiled_functions_during_a_check():
     import tensorflow as tf
 
@@ -540,28 +432,24 @@ def test_other_threads_keep_their_compiled_functions_during_a_check():
     assert not any(seen.get(threading.current_thread().name, []))
 
 
-def report_of(model, x, y):
-    return str(check.check(model, x, y, loss="mse"))
-
-
 def headed(*layers):
     ending = keras.layers.Dense(1, dtype="float32", name="head")
     return keras.Sequential([keras.Input((4,)), *layers, ending])
 
 
 def test_a_healthy_model_shows_its_largest_error_with_the_bound():
-    x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
-    text = report_of(headed(keras.layers.Dense(4, name="first")), x, x[:, :1])
+    model = headed(keras.layers.Dense(4, name="first"))
+    text = str(check.check(model, *rows(16), loss="mse"))
     shown = [line.split() for line in text.splitlines()[3:6]]
     assert all(row[:2] == ["first", "float16"] for row in shown)
     assert all(row[5] == "of" for row in shown)
 
 
 def test_advice_states_the_size_of_the_output():
-    x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
+    x, y = rows(16)
     keras.config.set_dtype_policy("mixed_float16")
     model = headed(keras.layers.Dense(4, name="first"))
-    report = check.check(model, x, x[:, :1] * 4e5, loss="mse")
+    report = check.check(model, x, y * 4e5, loss="mse")
     texts = [row.advice for row in report.faults if "reaches" in row.advice]
     sizes = [float(re.search(r"reaches (\S+) and", one)[1]) for one in texts]
     # The sizes are not the end of the format.
@@ -571,21 +459,18 @@ def test_advice_states_the_size_of_the_output():
 @pytest.mark.parametrize("size", [1e-8, 5e4, 1e6])
 def test_a_policy_under_test_allows_targets_of_any_size(size):
     """Under a policy, `fit` scales gradients inside the model."""
-    x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
+    x, y = rows(16)
     model = headed(keras.layers.Dense(4, name="first"))
-    assert report_is_healthy(model, x, size * x[:, :1])
+    asked = {"loss": "mse", "policy": "mixed_float16"}
+    assert check.check(model, x, size * y, **asked).healthy
     tfmix.apply_policy(model, "mixed_float16")
-    assert report_is_healthy(model, x, size * x[:, :1], policy=None)
-
-
-def report_is_healthy(model, x, y, policy="mixed_float16"):
-    return check.check(model, x, y, loss="mse", policy=policy).healthy
+    assert check.check(model, x, size * y, loss="mse").healthy
 
 
 def test_a_fault_in_float32_as_well_has_no_line_of_code():
     log = keras.layers.Lambda(lambda x: keras.ops.log(x - x), name="log")
     x = np.ones((4, 4), "float32")
-    text = report_of(headed(log), x, x[:, :1])
+    text = str(check.check(headed(log), x, x[:, :1], loss="mse"))
     assert "What is at fault:" in text
     assert "not finite in float32 either" in text
     assert "set_dtype_policy" not in text
@@ -598,15 +483,14 @@ def test_a_fault_in_float32_as_well_has_no_line_of_code():
 
 @pytest.mark.parametrize("name", ["kernel", "moving_mean"])
 def test_only_weights_that_are_not_finite_are_named(name):
-    x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
+    x, y = rows(16)
     hidden = [keras.layers.Dense(4), keras.layers.BatchNormalization()]
     model = headed(*hidden, keras.layers.Dense(4))
     layer = model.layers[0 if name == "kernel" else 1]
     broken = np.array(getattr(layer, name))
     broken.flat[2] = np.nan
     getattr(layer, name).assign(broken)
-    report = check.check(model, x, x[:, :1], loss="mse")
-    (row,) = report.faults
+    (row,) = check.check(model, x, y, loss="mse").faults
     assert (row.layer, row.phase) == (layer.name, "weights")
     assert row.verdict == "not_finite"
     assert f"its {name} is NaN or infinite in 1 of {broken.size}" in row.advice
