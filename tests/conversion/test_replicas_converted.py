@@ -7,46 +7,33 @@ import numpy as np
 import pytest
 
 from tests import helpers
+from tests.conversion import test_orders as small
 from tfmix.conversion import convert
 
 if keras.backend.backend() != "tensorflow":
     pytest.skip("tf.distribute is TensorFlow's own", allow_module_level=True)
-
-X = np.random.default_rng(0).normal(size=(32, 6)).astype("float32")
-Y = X[:, :1] * 0.5
 
 
 def losses(strategy, policy, inside):
     """Trains in float32, in 16 bit and in float32 again."""
     keras.utils.set_random_seed(3)
     with strategy.scope() if strategy else contextlib.nullcontext():
-        model = keras.Sequential(
-            [
-                keras.Input((6,)),
-                keras.layers.Dense(5, activation="tanh", name="body"),
-                keras.layers.Dense(1, name="head"),
-            ]
-        )
+        model = small.small_model()
         model.compile(keras.optimizers.Adam(0.02), "mse", jit_compile=False)
-    found = [fit(model)]
+    found = [small.losses(model, 2)]
     scope = strategy.scope() if strategy and inside else None
     with scope or contextlib.nullcontext():
         report = convert.apply_policy(model, policy)
-    found.append(fit(model))
+    found.append(small.losses(model, 2))
     assert model.layers[0].kernel.dtype == policy
     if strategy:
         assert_mirrored(model)
     report.undo()
-    found.append(fit(model))
+    found.append(small.losses(model, 2))
     assert {v.dtype for v in model.trainable_variables} == {"float32"}
     if strategy:
         assert_mirrored(model)
     return np.ravel(found)
-
-
-def fit(model):
-    history = model.fit(X, Y, batch_size=16, epochs=2, shuffle=False, verbose=0)
-    return history.history["loss"]
 
 
 def assert_mirrored(model):

@@ -35,14 +35,6 @@ def test_a_bias_gets_the_sum_of_all_rows(jit):
     assert np.abs(found - exact).max() < 0.0007 * exact.max()
 
 
-def test_without_a_policy_nothing_is_replaced():
-    before = keras.src.backend.numpy.add
-    tfmix.set_global_policy("mixed_float16")
-    assert keras.src.backend.numpy.add is not before
-    tfmix.set_global_policy("float32")
-    assert keras.src.backend.numpy.add is before
-
-
 def test_the_sum_itself_and_forward_mode_are_as_they_were():
     import jax
 

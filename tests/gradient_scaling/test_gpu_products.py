@@ -75,18 +75,23 @@ def product_dtypes(graph):
     )
 
 
+def gradients_of(model):
+    """Returns the compiled gradients of a model's results, summed."""
+
+    @tf.function
+    def gradients(x, upstream=None):
+        with tf.GradientTape() as tape:
+            value = model(x, training=True)
+        return tape.gradient(value, model.trainable_variables, upstream)
+
+    return gradients
+
+
 def step(name, policy):
     tfmix.set_global_policy(policy)
     model = keras.Sequential(MODELS[name]())
     x = tf.zeros((4, *model.input_shape[1:]))
-
-    @tf.function
-    def gradients(x):
-        with tf.GradientTape() as tape:
-            value = tf.reduce_sum(model(x, training=True))
-        return tape.gradient(value, model.trainable_variables)
-
-    return gradients.get_concrete_function(x)
+    return gradients_of(model).get_concrete_function(x)
 
 
 @pytest.mark.costly
@@ -116,13 +121,7 @@ def test_a_power_of_two_is_multiplied_once(rows):
     tfmix.set_global_policy("mixed_float16")
     stack = [layers.Dense(80, use_bias=False) for _ in range(2)]
     model = keras.Sequential([keras.Input((80,)), *stack])
-
-    @tf.function
-    def gradients(x):
-        with tf.GradientTape() as tape:
-            value = tf.reduce_sum(model(x, training=True))
-        return tape.gradient(value, model.trainable_variables)
-
+    gradients = gradients_of(model)
     signature = tf.TensorSpec((rows, 80))
     with compilation.compiled_for("cuda"):
         graph = gradients.get_concrete_function(signature).graph
@@ -134,12 +133,11 @@ def test_a_power_of_two_is_multiplied_once(rows):
         assert (selected.type, multiplied.type) == ("SelectV2", "Mul")
         assert multiplied.inputs[0].op.type == "Cast"
     tfmix.set_global_policy("float32")
+    variables = [weight.value for weight in model.trainable_variables]
     with tf.GradientTape() as tape:
         value = tf.ones((4, 80))
-        for weight in model.trainable_variables:
-            value = value @ weight.value
-        value = tf.reduce_sum(value)
-    variables = [weight.value for weight in model.trainable_variables]
+        for weight in variables:
+            value = value @ weight
     exact = tape.gradient(value, variables)
     for mine, theirs in zip(found, exact, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=0.01, atol=0.01)
@@ -149,14 +147,7 @@ def test_small_gradients_leave_together_and_say_why():
     tfmix.set_global_policy("mixed_float16")
     stack = [layers.Dense(4) for _ in range(3)]
     model = keras.Sequential([keras.Input((4,)), *stack])
-
-    @tf.function
-    def gradients(x, upstream):
-        with tf.GradientTape() as tape:
-            value = model(x, training=True)
-        return tape.gradient(value, model.trainable_variables, upstream)
-
-    x = tf.ones((8, 4))
+    gradients, x = gradients_of(model), tf.ones((8, 4))
     with compilation.compiled_for("cuda"):
         graph = gradients.get_concrete_function(x, x).graph
         fine = gradients(x, x)
