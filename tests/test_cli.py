@@ -5,7 +5,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import pathlib
 import re
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 
 import tfmix
-from tests import helpers
+from tests import helpers, processes
 from tfmix import cli, commands
 from tfmix.hardware import compilers
 from tfmix.hardware import target as targets
@@ -24,7 +23,6 @@ COMMANDS = [
     *("advise", "bench", "check", "compile", "convert", "demo", "devices"),
     *("doctor", "run"),
 ]
-ROOT = pathlib.Path(__file__).parent.parent
 ROWS = 12
 
 
@@ -431,21 +429,15 @@ def test_bench_passes_on_what_became_of_the_runs(
 
 
 def in_a_shell(folder, *words):
-    return subprocess.run(
-        [sys.executable, "-m", "tfmix", *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return processes.python("-m", "tfmix", *words, cwd=folder)
 
 
 def test_python_dash_m_runs_it_in_a_terminal_and_passes_the_exit_code_on():
     pty = pytest.importorskip("pty", reason="a terminal, which Windows lacks")
     ours, theirs = pty.openpty()
     command = "check", "none.keras", "--data", "none.npz"
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
+    root = str(processes.ROOT)
+    env = {**os.environ, "PYTHONPATH": root, "TERM": "xterm"}
     if importlib.util.find_spec("jax") is not None:
         # Keras imports it in half the time.
         env["KERAS_BACKEND"] = "jax"
@@ -513,13 +505,7 @@ sys.exit(script.main())
 
 def before_keras(script, *words):
     """Runs the script's function where Keras cannot be imported."""
-    return subprocess.run(
-        [sys.executable, "-c", BEFORE_KERAS.format(script=script), *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return processes.python("-c", BEFORE_KERAS.format(script=script), *words)
 
 
 def the_script():
@@ -553,17 +539,8 @@ def test_the_script_reads_its_words_before_keras(words, code, message):
 @pytest.mark.parametrize("way", helpers.quick_are({"script"}, ["script", "-m"]))
 def test_the_shell_shows_nothing_that_tensorflow_says_of_itself(way):
     call = ["-c", f"import {the_script()}; {the_script()}.main()"]
-    done = subprocess.run(
-        [
-            sys.executable,
-            *(["-m", "tfmix"] if way == "-m" else call),
-            "devices",
-        ],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    words = ["-m", "tfmix"] if way == "-m" else call
+    done = processes.python(*words, "devices", check=True)
     assert "'auto' is" in done.stdout
     assert not done.stderr
 

@@ -78,12 +78,13 @@ def network():
     }
 
 
-def run_page(text, name="page"):
+def run_page(text, name="page", known=None):
     """Runs a page's blocks one after the other, as a reader would.
 
     Blocks of the other backend are passed over; lines keep their numbers.
+    `known` are names that the reader has.
     """
-    names = start()
+    names = start() | (known or {})
     for line, block in python_blocks(text):
         if not other_backend(block):
             for phrase, done in MEANWHILE.items():

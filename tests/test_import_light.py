@@ -2,14 +2,12 @@
 
 import json
 import os
-import pathlib
-import subprocess
-import sys
 
 import keras
 import pytest
 
-ROOT = pathlib.Path(__file__).parent.parent
+from tests import processes
+
 HEAVY = ("matplotlib", "pandas", "sklearn", "tensorboard", "tensorflow")
 MOST_CALLS = 90_000  # function calls on top of those of `import keras`
 
@@ -38,19 +36,13 @@ print(json.dumps([calls, sorted(set(sys.modules) - before)]))
 """
 
 
-def run(code, folder=ROOT, backend=None):
+def run(code, folder=processes.ROOT, backend=None):
     backend = backend or keras.backend.backend()
-    path = os.pathsep.join([str(folder), str(ROOT)])
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "KERAS_BACKEND": backend, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    path = os.pathsep.join([str(folder), str(processes.ROOT)])
+    return processes.python("-c", code, KERAS_BACKEND=backend, PYTHONPATH=path)
 
 
-def imports_without(module, blocked, folder=ROOT, backend="jax"):
+def imports_without(module, blocked, folder=processes.ROOT, backend="jax"):
     """Returns whether a module can be imported while others are blocked."""
     code = BLOCKED.format(module=module, blocked=blocked)
     done = run(code, folder, backend)
@@ -60,7 +52,7 @@ def imports_without(module, blocked, folder=ROOT, backend="jax"):
     return done.returncode == 0
 
 
-def cost_of_import(module, folder=ROOT):
+def cost_of_import(module, folder=processes.ROOT):
     """Returns the number of calls of an import, and the modules it loads."""
     done = run(COUNTED.format(module=module), folder)
     assert done.returncode == 0, done.stderr

@@ -1,11 +1,10 @@
 """All messages go to absl's log, and one line silences them."""
 
 import ast
-import subprocess
-import sys
 
 import pytest
 
+from tests import processes
 from tests.tree import ROOT
 from tfmix import _messages
 
@@ -24,13 +23,7 @@ for _ in range(2):
 
 
 def said_by(line):
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(line=line)],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-    )
+    run = processes.python("-c", PROGRAM.format(line=line), check=True)
     return [one for one in run.stderr.splitlines() if "tfmix" in one]
 
 

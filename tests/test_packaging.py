@@ -2,15 +2,13 @@
 
 import ast
 import configparser
-import os
 import re
-import subprocess
 import sys
 import zipfile
 
 import pytest
 
-from tests import helpers
+from tests import helpers, processes
 from tests.tree import ROOT
 
 
@@ -41,13 +39,7 @@ def test_the_install_page_names_every_extra(options):
 
 def requirements(*words):
     """Returns the requirements that the Makefile installs with pip."""
-    done = subprocess.run(
-        [sys.executable, ".ci/requirements.py", *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = processes.python(".ci/requirements.py", *words, check=True)
     return done.stdout.split()
 
 
@@ -104,14 +96,7 @@ def test_every_imported_package_is_a_requirement(options):
 def without(blocked, backend, code):
     """Runs code in a process that cannot import a module."""
     blocking = f"import sys; sys.modules[{blocked!r}] = None\n"
-    return subprocess.run(
-        [sys.executable, "-c", blocking + code],
-        cwd=ROOT,
-        env={**os.environ, "KERAS_BACKEND": backend},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return processes.python("-c", blocking + code, KERAS_BACKEND=backend)
 
 
 TRAINING = """
@@ -151,26 +136,15 @@ def test_the_error_without_a_backend_names_what_to_install():
 
 @pytest.mark.slow
 def test_the_wheel_runs_the_demo_away_from_the_checkout(tmp_path):
-    subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "."]
-        + ["--wheel-dir", str(tmp_path)],
-        cwd=ROOT,
-        check=True,
-    )
+    words = ["-m", "pip", "wheel", "--no-deps", "--wheel-dir", tmp_path, "."]
+    processes.python(*words, check=True)
     (wheel,) = tmp_path.glob("tfmix-*.whl")
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
     assert (site / "tfmix" / "py.typed").is_file()
     code = "import tfmix; print(tfmix.__file__)"
     for words in (["-c", code], ["-m", "tfmix", "demo", "--epochs=1"]):
-        done = subprocess.run(
-            [sys.executable, *words],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(site)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = processes.python(*words, cwd=tmp_path, PYTHONPATH=str(site))
         # After one epoch, the demo may miss its goal (exit code 1).
         assert done.returncode in (0, 1), done.stderr
         assert "Traceback" not in done.stderr

@@ -38,10 +38,11 @@ def test_an_unpinned_action_is_found():
 
 @pytest.mark.parametrize(
     "page",
-    ["CONTRIBUTING.md", *(f".github/workflows/{p.name}" for p in WORKFLOWS)],
+    ["README.md", "CONTRIBUTING.md"]
+    + [f".github/workflows/{p.name}" for p in WORKFLOWS],
 )
 def test_the_make_targets_named_exist(page):
-    named = re.findall(r"(?:`|run: )make ([a-z][a-z-]*)", read(page))
+    named = re.findall(r"(?:^|`|run: )make ([a-z][a-z-]*)", read(page), re.M)
     makefile = read("Makefile")
     for target in named:
         assert re.search(rf"^{target}:", makefile, re.M), target

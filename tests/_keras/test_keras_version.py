@@ -1,12 +1,10 @@
 """A wrong Keras is refused at import, with advice on what to change."""
 
 import importlib
-import os
-import subprocess
-import sys
 
 import pytest
 
+from tests import processes
 from tfmix._keras import version as _host
 
 
@@ -35,13 +33,7 @@ def test_others_are_refused_with_what_to_do(version, backend, message):
 @pytest.mark.costly
 def test_importing_tfmix_on_another_backend_fails_with_that_message():
     pytest.importorskip("scipy", reason="Keras's NumPy backend asks for it")
-    done = subprocess.run(
-        [sys.executable, "-c", "import tfmix"],
-        env={**os.environ, "KERAS_BACKEND": "numpy"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = processes.python("-c", "import tfmix", KERAS_BACKEND="numpy")
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("ImportError: tfmix works on Keras's backends")

@@ -1,9 +1,8 @@
 """Compares Keras before `import tfmix` and after all uses of it."""
 
-import subprocess
-import sys
-
 import pytest
+
+from tests import processes
 
 FIRST = """
 import sys, types
@@ -136,11 +135,6 @@ assert not differences(), differences()
 @pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_nothing_of_keras_differs_from_before_the_import(part, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", FIRST + PARTS[part] + LAST],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    code = FIRST + PARTS[part] + LAST
+    done = processes.python("-c", code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]

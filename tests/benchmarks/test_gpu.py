@@ -1,9 +1,6 @@
 """A dry run of the GPU benchmark: tiny models on any device."""
 
 import json
-import pathlib
-import subprocess
-import sys
 
 import keras
 import numpy as np
@@ -12,9 +9,8 @@ from absl import app, flags
 
 import tfmix
 from benchmarks import answers, gpu, gpu_models, gpu_worker
-from tests import helpers
+from tests import helpers, processes
 
-ROOT = pathlib.Path(__file__).parents[2]
 LLAMA = ("llama", "tfmix", "mixed_bfloat16", "adam")
 ROW = {
     "title": "blocks",
@@ -196,13 +192,7 @@ def test_wrong_arguments_are_refused(words, message):
 
 def test_the_command_needs_neither_keras_nor_a_backend():
     code = "import sys, benchmarks.gpu; print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-    )
+    done = processes.python("-c", code, check=True)
     heavy = {"keras", "jax", "tensorflow", "tfmix", "sklearn", "matplotlib"}
     assert not heavy & {*done.stdout.split()}
 

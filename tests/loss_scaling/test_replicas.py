@@ -6,15 +6,12 @@ and the start of a run on replicas.
 
 import contextlib
 import json
-import pathlib
-import subprocess
-import sys
 
 import keras
 import numpy as np
 import pytest
 
-from tests import helpers
+from tests import helpers, processes
 from tfmix.loss_scaling import optimizer as optimizers
 from tfmix.loss_scaling import rules
 
@@ -417,13 +414,8 @@ def test_dense_and_sparse_gradients_are_summed_in_16_bit(dtype):
 
 def in_a_process_of_its_own(*words):
     """Trains on digits; two numbers of replicas cannot share a process."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.loss_scaling.replicas_worker", *words],
-        cwd=pathlib.Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    module = "tests.loss_scaling.replicas_worker"
+    done = processes.python("-m", module, *words, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
