@@ -36,37 +36,33 @@ def fit(model, monitor, data, **settings):
     return model.fit(**data, callbacks=callbacks, **settings).history
 
 
-def test_the_history_holds_scale_and_steps():
-    history = fit(compiled(), Monitor(), batches(6, bad=[1, 4]), epochs=2)
-    assert history["loss_scale"] == [2.0**13, 2.0**11]
-    assert history["skipped_steps"] == [2, 4]
-    assert history["applied_steps"] == [4, 8]
-
-
-def test_the_csv_file_holds_scale_and_steps(tmp_path):
+def test_the_history_and_the_csv_file_hold_scale_and_steps(tmp_path):
     logger = keras.callbacks.CSVLogger(tmp_path / "log.csv")
-    fit(compiled(), Monitor(), batches(3, bad=[0]), callbacks=[logger])
+    data = batches(6, bad=[1, 4])
+    history = fit(compiled(), Monitor(), data, callbacks=[logger], epochs=2)
+    expected = {
+        "loss_scale": [2.0**13, 2.0**11],
+        "skipped_steps": [2, 4],
+        "applied_steps": [4, 8],
+    }
     with open(tmp_path / "log.csv") as file:
-        (row,) = csv.DictReader(file)
-    assert float(row["loss_scale"]) == 2.0**14
-    assert int(row["skipped_steps"]) == 1
+        rows = list(csv.DictReader(file))
+    for name, values in expected.items():
+        assert history[name] == values
+        assert [float(row[name]) for row in rows] == values
 
 
-def test_the_progress_bar_shows_scale_and_steps(capsys):
-    fit(compiled(), Monitor(), batches(4, bad=[0]), verbose=1)
-    assert "loss_scale: 16384 " in capsys.readouterr().out
-
-
-def test_the_progress_bar_counts_in_whole_numbers(capsys):
-    history = fit(compiled(), Monitor(), batches(4), verbose=1)
+def test_the_progress_bar_shows_the_scale_and_counts_in_whole_numbers(capsys):
+    history = fit(compiled(), Monitor(), batches(4, bad=[2]), verbose=1)
     out = capsys.readouterr().out
+    assert "loss_scale: 16384 " in out
     # Only the last line of the bar has all numbers.
-    end = " - skipped_steps: 0 - applied_steps: 4"
+    end = " - skipped_steps: 1 - applied_steps: 3"
     assert out.rstrip().endswith(end)
-    assert out.count("skipped_steps: 0") > out.count("applied_steps: ") == 1
+    assert out.count("skipped_steps: ") > out.count("applied_steps: ") == 1
     # The history holds plain numbers.
-    assert history["applied_steps"][0] / 8 == 0.5
-    assert f"{history['loss_scale'][0]:.1f}" == "32768.0"
+    assert history["applied_steps"][0] / 6 == 0.5
+    assert f"{history['loss_scale'][0]:.1f}" == "16384.0"
 
 
 @pytest.mark.costly
@@ -122,35 +118,27 @@ def test_a_warning_begins_on_a_new_line(capsys, caplog):
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize(("every", "steps"), [(2, [0, 2, 4, 5]), (9, [0, 5])])
-def test_readings_are_taken_every_n_steps_and_at_the_end(every, steps):
+@pytest.mark.parametrize(
+    ("every", "steps"), [(1, range(6)), (2, [0, 2, 4, 5]), (9, [0, 5])]
+)
+def test_readings_of_the_scale_are_taken_every_n_steps_and_at_the_end(
+    every, steps
+):
     monitor = Monitor(every=every)
-    fit(compiled(), monitor, batches(5, bad=[1]))
-    assert [reading.step for reading in monitor.timeline] == steps
-    assert monitor.timeline[-1].loss_scale == 2.0**14
+    fit(compiled(), monitor, batches(5, bad=[0, 2]))
+    scales = [2.0**15, 2.0**14, 2.0**14, *[2.0**13] * 3]
+    assert [(each.step, each.loss_scale) for each in monitor.timeline] == [
+        (step, scales[step]) for step in steps
+    ]
 
 
-def test_a_reading_inside_an_epoch_sees_the_current_scale():
-    monitor = Monitor(every=1)
-    fit(compiled(), monitor, batches(4, bad=[0, 2]))
-    scales = [reading.loss_scale for reading in monitor.timeline]
-    assert scales == [2.0**15, 2.0**14, 2.0**14, 2.0**13, 2.0**13]
-
-
-def test_steps_are_counted_over_epochs_and_over_calls_of_fit():
-    monitor = Monitor()
-    model = compiled()
+@pytest.mark.parametrize("several", [1, 3])
+def test_steps_are_counted_over_epochs_and_over_calls_of_fit(several):
+    monitor, model = Monitor(), compiled()
+    model.compile(model.optimizer, "mse", steps_per_execution=several)
     fit(model, monitor, batches(3), epochs=2)
-    fit(model, monitor, batches(4))
-    assert [reading.step for reading in monitor.timeline] == [0, 3, 6, 10]
-
-
-def test_steps_are_counted_when_one_call_runs_several():
-    monitor = Monitor()
-    model = compiled()
-    model.compile(model.optimizer, "mse", steps_per_execution=3)
     fit(model, monitor, batches(6))
-    assert monitor.timeline[-1].step == 6
+    assert [reading.step for reading in monitor.timeline] == [0, 3, 6, 12]
 
 
 def test_between_readings_nothing_is_copied_to_the_host(monkeypatch):
@@ -226,11 +214,12 @@ def test_keras_own_scaler_is_refused():
 @pytest.mark.parametrize(
     "name", ["every", "max_consecutive_skips", "alarm_after"]
 )
-def test_numbers_below_one_are_refused(name):
-    with pytest.raises(ValueError, match=f"{name}=0"):
-        Monitor(**{name: 0})
-    with pytest.raises(TypeError, match=f"{name}=2.5"):
-        Monitor(**{name: 2.5})
+@pytest.mark.parametrize(
+    ("value", "error"), [(0, ValueError), (2.5, TypeError)]
+)
+def test_numbers_below_one_are_refused(name, value, error):
+    with pytest.raises(error, match=f"{name}={value}"):
+        Monitor(**{name: value})
 
 
 @pytest.mark.costly

@@ -64,7 +64,7 @@ def test_int8_layers_of_a_float32_model_are_judged():
     report = check.check(quantized("float32"), *batch(), loss="mse")
     assert {"first", "last"} <= {row.layer for row in report.rows}
     assert report.title.endswith("no layer computes in 16 bit")
-    assert "make the model under 'mixed_bfloat16'" in report.notes[1]
+    assert "create the model under 'mixed_bfloat16'" in report.notes[1]
     assert "No layer computes" not in str(check.check(quantized(), batch()[0]))
 
 
