@@ -148,6 +148,21 @@ def test_each_variant_distinguishes_all_tensors(variant, bad, monkeypatch):
     assert ops.convert_to_numpy(told).tolist() == expected
 
 
+@helpers.requires_backend("jax")
+@pytest.mark.parametrize(
+    ("platform", "count"), [("cuda", 1), ("tpu", 1), ("cpu", 3)]
+)
+def test_an_accelerator_reads_tensors_of_one_shape_together(platform, count):
+    import jax
+
+    def told(tensors):
+        return all_finite.not_finite(tensors)
+
+    traced = jax.jit(told).trace([np.ones((2, 3), "float32")] * 3)
+    lowered = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert lowered.count("stablehlo.reduce") == count
+
+
 @pytest.mark.parametrize("bad", [None, 1])
 def test_it_holds_where_kerass_float_type_is_bfloat16(bad):
     keras.config.set_floatx("bfloat16")

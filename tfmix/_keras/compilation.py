@@ -112,6 +112,21 @@ def bitcast(tensor: Any, dtype: str) -> Any:
     return jax.lax.bitcast_convert_type(tensor, dtype)
 
 
+def not_finite(tensor: Any) -> Any:
+    """Returns which numbers of a float tensor are infinite or NaN."""
+    if keras.backend.backend() == "jax":
+        # `jax.numpy` would trace a function for each of hundreds of gradients.
+        return jax.lax.bitwise_not(jax.lax.is_finite(tensor))
+    return tf.logical_not(tf.math.is_finite(tensor))
+
+
+def any_true(flags: Any) -> Any:
+    """Returns whether a boolean tensor holds a true, as a scalar tensor."""
+    if keras.backend.backend() == "jax":
+        return jax.lax.reduce_or(flags, tuple(range(flags.ndim)))
+    return tf.reduce_any(flags)
+
+
 def sums(tensors: Sequence) -> Any:
     """Returns the sums of integer tensors of one shape, as a vector.
 
@@ -251,33 +266,33 @@ def _stablehlo_type(shape: Sequence, dtype: str) -> str:
     return f"tensor<{'x'.join([*sides, _STABLEHLO[dtype]])}>"
 
 
-def by_target(several: Callable, default: Callable) -> Callable[..., Any]:
+def by_target(together: Callable, apart: Callable) -> Callable[..., Any]:
     """Returns a function of tensors that XLA compiles for its target.
 
-    Both compute the same: `several` where several devices share the tensors,
-    and `default` on a single device. The host's own devices do not matter.
-    TensorFlow's tensors are not shared.
+    Both functions return the same boolean for each tensor: `together` on a
+    single accelerator, and `apart` where several devices share the tensors, or
+    on a CPU, for which XLA compiles it in a third of the time. The host's own
+    devices do not matter. TensorFlow's tensors are not shared.
     """
     if keras.backend.backend() == "tensorflow":
-        return default
+        return together
     primitive = jax.extend.core.Primitive("tfmix_by_target")
 
     def lower(context: Any, *values: Any) -> Any:
-        axes = context.module_context.axis_context
-        alone = getattr(axes, "num_devices", None) == 1
-        chosen = default if alone else several
+        around = context.module_context
+        is_alone = getattr(around.axis_context, "num_devices", None) == 1
+        on_cpu = "cpu" in around.platforms
+        chosen = together if is_alone and not on_cpu else apart
         lowering = mlir.lower_fun(chosen, multiple_results=False)
         return lowering(context, *values)
 
-    def abstract(*values: Any) -> Any:
-        shape = jax.eval_shape(default, *values)
-        return jax.core.ShapedArray(shape.shape, shape.dtype)
-
     def batched(values: Sequence, axes: Sequence) -> tuple[Any, int]:
-        return jax.vmap(default, axes)(*values), 0
+        return jax.vmap(apart, axes)(*values), 0
 
-    primitive.def_abstract_eval(abstract)
-    primitive.def_impl(jax.jit(default))
+    primitive.def_abstract_eval(
+        lambda *values: jax.core.ShapedArray((len(values),), bool)
+    )
+    primitive.def_impl(jax.jit(apart))
     mlir.register_lowering(primitive, lower)
     batching.primitive_batchers[primitive] = batched
     # The result has no gradient.

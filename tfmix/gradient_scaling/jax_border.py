@@ -119,11 +119,17 @@ def _gradients(
     pull, factor = kept
     results, losses = upstream
     by = power.of(results, losses, factor)
-    scaled = jax.tree.map(lambda gradient: _times(by.up, gradient), upstream)
+    up = functools.partial(_spread, by.up)
+    scaled = jax.tree.map(functools.partial(_times, up), upstream)
     inside = _pulled(function, pull, values, scaled)
     # XLA would otherwise repeat the division in every kernel that multiplies.
     down = compilation.kept_apart(by.down)
-    return [_unscaled(down, gradient) for gradient in inside]
+    # Each equation takes time to trace and to compile, so gradients of one
+    # shape share these arrays.
+    spread = functools.cache(functools.partial(_spread, down))
+    # This is infinity, unless `down` is NaN.
+    lost = functools.cache(functools.partial(_spread, lax.add(down, jnp.inf)))
+    return [_unscaled(spread, lost, gradient) for gradient in inside]
 
 
 def _pulled(
@@ -186,21 +192,24 @@ def _is_float(value: Any) -> bool:
     return bool(jnp.issubdtype(value.dtype, jnp.inexact))
 
 
-def _unscaled(down: Any, array: Any) -> Any:
+def _unscaled(down: Callable, lost: Callable, array: Any) -> Any:
     """Divides a gradient; an overflow inside leaves as infinity or NaN."""
-    lost = lax.full_like(array, jnp.inf)
     is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
     is_finite = jnp.isfinite if is_complex else lax.is_finite
-    # This is infinity, unless `down` is NaN.
-    return _times(down, lax.select(is_finite(array), array, lost))
+    overflow = lost(array.shape, array.dtype)
+    return lax.select(is_finite(array), _times(down, array), overflow)
 
 
-def _times(factor: Any, array: Any) -> Any:
+def _times(factor: Callable, array: Any) -> Any:
+    """Multiplies by a factor, which is a function of a shape and a dtype."""
     # Float32 and wider dtypes hold every factor. Plain operations are used
     # because those of `jnp` take a tenth of a step's tracing for hundreds of
     # gradients.
     dtype = jnp.promote_types(array.dtype, "float32")
     wide = lax.convert_element_type(array, dtype)
-    factor = lax.convert_element_type(factor, dtype)
-    product = lax.mul(wide, lax.broadcast(factor, array.shape))
+    product = lax.mul(wide, factor(array.shape, dtype))
     return lax.convert_element_type(product, array.dtype)
+
+
+def _spread(number: Any, shape: tuple, dtype: Any) -> Any:
+    return lax.broadcast(lax.convert_element_type(number, dtype), shape)

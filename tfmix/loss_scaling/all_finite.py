@@ -134,10 +134,7 @@ def _has_shape(tensor: Any) -> bool:
 def _counted_together(*tensors: Any) -> Any:
     size = math.prod(tensors[0].shape)
     step = _TOGETHER[size > _LARGE]
-    bad = [
-        ops.cast(ops.logical_not(ops.isfinite(tensor)), "int32")
-        for tensor in tensors
-    ]
+    bad = [ops.cast(compilation.not_finite(x), "int32") for x in tensors]
     counts = [
         compilation.sums(bad[start : start + step])
         for start in range(0, len(bad), step)
@@ -147,15 +144,13 @@ def _counted_together(*tensors: Any) -> Any:
 
 def _by_flags(*tensors: Any) -> Any:
     # Devices exchange a boolean for each.
-    flags = [
-        ops.any(ops.logical_not(ops.isfinite(tensor))) for tensor in tensors
-    ]
-    return ops.stack(flags)
+    bad = map(compilation.not_finite, tensors)
+    return ops.stack([*map(compilation.any_true, bad)])
 
 
 VARIANTS: dict[str, Callable] = {
-    "several": _by_flags,
-    "default": _counted_together,
+    "together": _counted_together,
+    "apart": _by_flags,
 }
 _not_finite_of_a_shape = compilation.by_target(**VARIANTS)
 
