@@ -11,8 +11,8 @@ from keras import ops
 
 from tfmix import _formats
 from tfmix._keras import layers as host
-from tfmix.autocast import model_outputs
 from tfmix.conversion import planned_policies
+from tfmix.diagnostics import batch as batches
 from tfmix.diagnostics import (
     differentiation,
     float8_products,
@@ -161,11 +161,12 @@ class Sampler:
             return probe.replaced(outputs, [first, *leaves[1:]])
 
         with probe.watched(self._found, on_call):
-            outputs = _outputs(self._model, data)
+            outputs = batches.outputs_of(self._model, data)
         leaves, trace.loss_inputs = self._measure_inputs(
             probe.floats(outputs), tokens
         )
-        loss = _loss(self._model, data, probe.replaced(outputs, leaves))
+        outputs = probe.replaced(outputs, leaves)
+        loss = batches.loss_of(self._model, data, outputs)
         rows, trace.rows = trace.rows, []
         return rows, loss
 
@@ -251,7 +252,8 @@ class ProductSampler:
 
         def loss_of() -> Any:
             with keras.StatelessScope(mapping, collect_losses=True):
-                return _loss(model, data, _outputs(model, data))
+                outputs = batches.outputs_of(model, data)
+                return batches.loss_of(model, data, outputs)
 
         self._called, table = float8_products.measure(self._chosen, loss_of)
         return table
@@ -277,19 +279,6 @@ def _values(model: keras.Model, state: Any) -> tuple[list[Any], list[Any]]:
         *zip(model.metrics_variables, metrics, strict=True),
     ]
     return list(trainable), others
-
-
-def _outputs(model: keras.Model, data: Any) -> Any:
-    x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-    with model_outputs.outputs_as_made():
-        return host.call_in_training(model, x)
-
-
-def _loss(model: keras.Model, data: Any, outputs: Any) -> Any:
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    arguments = {"x": x, "y": y, "y_pred": outputs, "training": True}
-    loss = host.compute_loss(model, sample_weight=sample_weight, **arguments)
-    return ops.cast(loss, "float32")
 
 
 def unrounded(tensor: Any, operation: Any, limits: _formats.Format) -> Any:

@@ -47,12 +47,21 @@ def pullback(
     return outputs, gradients_of
 
 
-def export_gradient(
-    tensor: Any, token: Any, measure: Callable[[Any], Any]
-) -> Any:
-    """Returns a tensor unchanged, and measures its gradient.
+def _in_float32(gradient: Any) -> Any:
+    return keras.ops.cast(gradient, "float32")
 
-    The measures become the gradient of `token`, an unused float32 vector.
+
+def export_gradient(
+    tensor: Any, token: Any, measure: Callable[[Any], Any] = _in_float32
+) -> Any:
+    """Returns a tensor unchanged, and takes its gradient out.
+
+    Args:
+        tensor: A float tensor.
+        token: An unused float32 tensor, of the shape that `measure` returns.
+            Its gradient is what `measure` returns.
+        measure: Takes the gradient of `tensor`. Defaults to the gradient
+            itself, in float32.
     """
 
     def back(grad: Any) -> tuple[Any, Any]:

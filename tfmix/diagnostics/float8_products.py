@@ -67,20 +67,20 @@ def measure(
     """
     targets = [probe.Target(layer, layer.name, (), True) for layer in chosen]
     called: list[keras.Layer] = []
-    zeros: list[Any] = []
+    tokens: list[Any] = []
 
     def record(call: probe.Call) -> Any:
         outputs = call.proceed()
         called.append(call.target.operation)
         # The number of rows may be unknown until the call runs.
-        zeros.append(ops.zeros_like(outputs, dtype="float32"))
+        tokens.append(ops.zeros_like(outputs, dtype="float32"))
         return outputs
 
     with probe.watched(targets, record):
         loss_of()
 
-    def run(nudges: list[Any]) -> list[Any]:
-        factors, rest = [], iter(nudges)
+    def run(tokens: list[Any]) -> list[Any]:
+        factors, rest = [], iter(tokens)
 
         def on_call(call: probe.Call) -> Any:
             outputs = call.proceed()
@@ -88,14 +88,13 @@ def measure(
             bias = 0.0 if layer.bias is None else layer.bias
             for factor in (call.tensors[0], layer.kernel, bias):
                 factors.append(ops.cast(factor, "float32"))
-            # A zero is added to every output, to get the output's gradient.
-            return outputs + ops.cast(next(rest), outputs.dtype)
+            return differentiation.export_gradient(outputs, next(rest))
 
         with probe.watched(targets, on_call):
             loss = loss_of()
         return [loss, *factors]
 
-    (loss, *factors), back = differentiation.pullback(run, zeros)
+    (loss, *factors), back = differentiation.pullback(run, tokens)
     gradients = back([ops.ones_like(loss), *map(ops.zeros_like, factors)])
     inputs, kernels, biases = (factors[start::3] for start in range(3))
     calls = zip(called, inputs, kernels, biases, gradients, strict=True)

@@ -136,30 +136,28 @@ def truth(
     """Runs the model forward and backward in float32."""
 
     def losses(inputs: list[Any]) -> list[Any]:
-        nudges, weights = _split(inputs, signatures)
+        tokens, weights = _split(inputs, signatures)
 
         def on_call(call: probe.Call) -> Any:
             outputs = call.proceed()
-            leaves, nudge = probe.floats(outputs), nudges.get(call.key, [])
-            if len(nudge) != len(leaves):
+            leaves, token = probe.floats(outputs), tokens.get(call.key, [])
+            if len(token) != len(leaves):
                 return outputs
-            moved = [
-                leaf + ops.cast(zero, leaf.dtype)
-                for leaf, zero in zip(leaves, nudge, strict=True)
-            ]
-            return probe.replaced(outputs, moved)
+            pairs = zip(leaves, token, strict=True)
+            return probe.replaced(
+                outputs, [differentiation.export_gradient(*x) for x in pairs]
+            )
 
         with probe.watched(targets, on_call):
             return [batch.run(weights)[1]]
 
     def gradients_at(weights: list[Any]) -> list[Any]:
-        # A zero is added to every output, to get the output's gradient.
-        zeros = [
+        tokens = [
             ops.zeros(shape, "float32")
             for signature in signatures.values()
             for shape in signature.shapes
         ]
-        (loss,), back = differentiation.pullback(losses, [*zeros, *weights])
+        (loss,), back = differentiation.pullback(losses, [*tokens, *weights])
         return back([ops.ones_like(loss)])
 
     with in_float32(batch.model):

@@ -10,7 +10,7 @@ import numpy as np
 from keras import ops, tree
 
 from tfmix import _bad_rows, _formats
-from tfmix._keras import layers
+from tfmix.diagnostics import batch as batches
 from tfmix.diagnostics import probe, verdicts
 from tfmix.policy import layer_dtypes
 
@@ -181,11 +181,10 @@ def _run(
         watched = probe.watched(probe.targets(model), on_call)
         with keras.StatelessScope(), watched:
             x = tree.map_structure(ops.convert_to_tensor, x)
-            outputs = layers.call_in_training(model, x)
-            loss = layers.compute_loss(
-                model, x=x, y=y, y_pred=outputs, sample_weight=weight
-            )
-            return float(loss), next(iter(bad), None)
+            data = x, y, weight
+            outputs = batches.outputs_of(model, data)
+            loss = float(batches.loss_of(model, data, outputs))
+            return loss, next(iter(bad), None)
     except Exception:
         # A custom `train_step` may call the model in another way.
         return math.nan, next(iter(bad), None)
