@@ -139,7 +139,7 @@ def test_a_separate_check_per_gradient_is_caught(monkeypatch):
         monkeypatch.setattr(compilation, "by_xla", lambda: False)
     else:
         monkeypatch.setattr(
-            all_finite, "_not_finite_of_a_shape", all_finite.VARIANTS["apart"]
+            all_finite, "_not_finite_of_a_shape", all_finite.VARIANTS["default"]
         )
         # JAX may have traced the other variant.
         monkeypatch.setattr(

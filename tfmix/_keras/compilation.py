@@ -195,7 +195,7 @@ def float8_product(
             return by_library(*layout.with_layout_constraint(both, rows))
 
         # Devices that share a matrix would exchange it to store it by rows.
-        on_gpu = by_target(by_library, by_rows)
+        on_gpu = by_target(single=by_rows, default=by_library)
         return jax.lax.platform_dependent(a, b, cuda=on_gpu, default=default)
     if not by_xla():
         # TensorFlow's own operations do not support float8.
@@ -266,33 +266,34 @@ def _stablehlo_type(shape: Sequence, dtype: str) -> str:
     return f"tensor<{'x'.join([*sides, _STABLEHLO[dtype]])}>"
 
 
-def by_target(together: Callable, apart: Callable) -> Callable[..., Any]:
+def by_target(single: Callable, default: Callable) -> Callable[..., Any]:
     """Returns a function of tensors that XLA compiles for its target.
 
-    Both functions return the same boolean for each tensor: `together` on a
-    single accelerator, and `apart` where several devices share the tensors, or
-    on a CPU, for which XLA compiles it in a third of the time. The host's own
-    devices do not matter. TensorFlow's tensors are not shared.
+    Both functions compute the same: `single` on a single accelerator, and
+    `default` where several devices share the tensors, or on a CPU. The host's
+    own devices do not matter. TensorFlow's tensors are not shared.
     """
     if keras.backend.backend() == "tensorflow":
-        return together
+        return single
     primitive = jax.extend.core.Primitive("tfmix_by_target")
 
     def lower(context: Any, *values: Any) -> Any:
         around = context.module_context
         is_alone = getattr(around.axis_context, "num_devices", None) == 1
         on_cpu = "cpu" in around.platforms
-        chosen = together if is_alone and not on_cpu else apart
+        chosen = single if is_alone and not on_cpu else default
         lowering = mlir.lower_fun(chosen, multiple_results=False)
         return lowering(context, *values)
 
     def batched(values: Sequence, axes: Sequence) -> tuple[Any, int]:
-        return jax.vmap(apart, axes)(*values), 0
+        return jax.vmap(default, axes)(*values), 0
 
-    primitive.def_abstract_eval(
-        lambda *values: jax.core.ShapedArray((len(values),), bool)
-    )
-    primitive.def_impl(jax.jit(apart))
+    def abstract(*values: Any) -> Any:
+        shape = jax.eval_shape(default, *values)
+        return jax.core.ShapedArray(shape.shape, shape.dtype)
+
+    primitive.def_abstract_eval(abstract)
+    primitive.def_impl(jax.jit(default))
     mlir.register_lowering(primitive, lower)
     batching.primitive_batchers[primitive] = batched
     # The result has no gradient.
