@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from tests import helpers, steps
+from tfmix.autocast import global_policy, interceptor
+from tfmix.loss_scaling import all_finite as finite
 from tfmix.loss_scaling import errors, rules
 from tfmix.loss_scaling import optimizer as optimizers
 
@@ -375,3 +377,25 @@ def test_the_optimizer_says_whether_the_last_step_was_applied():
     assert bool(wrapped.last_step_applied()) is False
     iterations = wrapped.apply_gradients(zip(grads, ours, strict=True))
     assert int(iterations) == 2
+
+
+def test_a_step_computes_without_the_rules_of_its_model(monkeypatch):
+    global_policy.set_global_policy("mixed_float16")
+    assert interceptor.of_caller()
+    seen = {}
+
+    def watch(owner, name):
+        original = getattr(owner, name)
+
+        def noted(*args):
+            seen[name] = interceptor.of_caller()
+            return original(*args)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    watch(rules.DynamicLossScale, "update")
+    watch(finite, "_dtype")
+    weight = keras.Variable([1.0])
+    Wrapped(keras.optimizers.SGD()).apply([np.ones(1, "float32")], [weight])
+    assert bool(finite.all_finite([weight.value]))
+    assert seen == {"update": frozenset(), "_dtype": frozenset()}

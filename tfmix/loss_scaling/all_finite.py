@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from tfmix._keras import compilation
+from tfmix._keras import compilation, context_values
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
@@ -62,6 +62,12 @@ def not_finite(tensors: Sequence) -> Any:
     if not tensors:
         # The model is frozen, or has no weights.
         return ops.zeros((0,), "bool")
+    # The rules of a model's step only cost time here.
+    with context_values.holding(rules=context_values.NO_RULES):
+        return _not_finite(tensors)
+
+
+def _not_finite(tensors: Sequence) -> Any:
     tensors = [summed(t) if is_sparse_of_jax(t) else t for t in tensors]
     if not compilation.by_xla():
         all_fine = [tensor is None or is_finite(tensor) for tensor in tensors]

@@ -686,18 +686,21 @@ class LossScaleOptimizer(
             checked = unscale.narrow_if_dense(grads, true)
             if rule.may_enlarge and not unscaled:
                 checked = true
-            updated = own + self.inner_optimizer.variables
-            applied, bad = apply_if_finite.apply_if_finite(
-                checked, update, updated
-            )
-            bad = apply_if_finite.by_variable(bad, rows, len(own))
-            norm = None
-            if self._gradient_norm is not None:
-                norm = unscale.norm(true, variables)
-            is_data = applied is not True and self._blames_data(grads)
-            after = state.after(rule, applied, bad, norm, is_data)
-            self._warn_if_still(state, after)
-            self._assign(state, after)
+            # The gradients are float32 by now, so the rules of a model's step
+            # would only cost time.
+            with context_values.holding(rules=context_values.NO_RULES):
+                updated = own + self.inner_optimizer.variables
+                applied, bad = apply_if_finite.apply_if_finite(
+                    checked, update, updated
+                )
+                bad = apply_if_finite.by_variable(bad, rows, len(own))
+                norm = None
+                if self._gradient_norm is not None:
+                    norm = unscale.norm(true, variables)
+                is_data = applied is not True and self._blames_data(grads)
+                after = state.after(rule, applied, bad, norm, is_data)
+                self._warn_if_still(state, after)
+                self._assign(state, after)
         # A flag of its own would keep XLA from counting in the kernel that
         # computes the logs.
         step_outcome.report(self.last_step_applied())
