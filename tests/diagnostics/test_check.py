@@ -299,6 +299,10 @@ def test_the_first_batch_of_a_dataset_is_checked():
     report = check.check(small(), batches, loss="mse")
     assert "backward" in {row.phase for row in report.rows}
     assert "100 rows" in report.notes[0]
+    with pytest.raises(ValueError, match=r"at least one row.*without a batch"):
+        check.check(small(), batches.take(0), loss="mse")
+    with pytest.raises(ValueError, match=r"`y` must be an array"):
+        check.check(small(), rows(8)[0], batches, loss="mse")
 
 
 @pytest.mark.parametrize("name", ["x", "y"])

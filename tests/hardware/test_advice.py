@@ -226,6 +226,8 @@ def test_the_inputs_may_come_as_a_dataset():
     data = tf.data.Dataset.from_tensor_slices(pairs).batch(4)
     (row,) = advise(Unbuilt(), 32, x=data).rows
     assert row.shapes == ((32, 16, 8),)
+    with pytest.raises(ValueError, match=r"at least one row.*without a batch"):
+        advise(Unbuilt(), 32, x=data.take(0))
 
 
 def test_the_ten_costliest_layers_are_printed():

@@ -1,7 +1,7 @@
 """Runs a model and a loss on a batch, without changing any variable."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import keras
@@ -111,7 +111,7 @@ def prepare(
     It keeps at most `most` rows, and only the first batch of a dataset.
     """
     _arguments.model(model)
-    x, y = next(split(x, y), (x, y))
+    x, y = first(x, y)
     _check_arrays("x", x)
     _check_arrays("y", y)
     _check_batched(model, x)
@@ -157,26 +157,20 @@ def loss_of(model: keras.Model, data: Any, outputs: Any) -> Any:
     return ops.cast(loss, "float32")
 
 
-def is_dataset(x: Any) -> bool:
-    """Returns whether `x` is a `tf.data.Dataset`, without TensorFlow."""
-    return hasattr(x, "element_spec") and hasattr(x, "as_numpy_iterator")
-
-
-def split(x: Any, y: Any, rows: int | None = None) -> Iterator[tuple[Any, Any]]:
-    """Yields batches of `rows` rows, or a dataset's own batches."""
-    if is_dataset(x):
-        if y is not None:
-            raise ValueError(
-                "A dataset contains its targets. Received: `x` a dataset and "
-                f"y={y!r}. Leave `y` out."
-            )
-        for element in x.as_numpy_iterator():
-            yield keras.utils.unpack_x_y_sample_weight(element)[:2]
-    elif rows is not None:
-        for start in range(0, np.shape(tree.flatten(x)[0])[0], rows):
-            yield _slice((x, y), start, start + rows)
-    else:
-        yield x, y
+def first(x: Any, y: Any) -> tuple[Any, Any]:
+    """Returns a dataset's first batch; arrays are returned unchanged."""
+    # TensorFlow need not be installed.
+    if not (hasattr(x, "element_spec") and hasattr(x, "as_numpy_iterator")):
+        return x, y
+    if y is not None:
+        raise ValueError(
+            "A dataset contains its targets. Received: `x` a dataset and "
+            f"y={y!r}. Leave `y` out."
+        )
+    for element in x.as_numpy_iterator():
+        inputs, targets, _ = keras.utils.unpack_x_y_sample_weight(element)
+        return inputs, targets
+    raise _no_rows("a dataset without a batch")
 
 
 def tensors(nest: Any) -> Any:
@@ -203,7 +197,7 @@ def _free_rows(model: keras.Model, nest: Any) -> int | None:
 
 def _check_arrays(name: str, nest: Any) -> None:
     for leaf in tree.flatten(nest):
-        if leaf is None or is_dataset(leaf) or hasattr(leaf, "shape"):
+        if leaf is None or hasattr(leaf, "shape"):
             continue
         raise ValueError(
             f"`{name}` must be an array or a tensor, a list, tuple or dict of "
@@ -217,7 +211,7 @@ def _check_batched(model: Any, x: Any) -> None:
     """Raises an error for inputs without a batch axis."""
     inputs: Sequence[Any] = getattr(model, "inputs", None) or ()
     leaves = tree.flatten(x)
-    if is_dataset(x) or not len(leaves) == len(inputs) == 1:
+    if not len(leaves) == len(inputs) == 1:
         return
     shape, wanted = np.shape(leaves[0]), inputs[0].shape
     # Keras appends an axis of size one by itself.
@@ -229,21 +223,21 @@ def _check_batched(model: Any, x: Any) -> None:
 
 
 def _check_not_empty(x: Any) -> None:
-    received = "a dataset without a batch"
-    if not is_dataset(x):
-        shapes = [tuple(leaf.shape) for leaf in tree.flatten(x)]
-        if all(shape[:1] != (0,) for shape in shapes):
-            return
-        received = f"x of shape {shapes[0]}"
+    shapes = [tuple(leaf.shape) for leaf in tree.flatten(x)]
+    if any(shape[:1] == (0,) for shape in shapes):
+        raise _no_rows(f"x of shape {shapes[0]}")
+
+
+def _no_rows(received: str) -> ValueError:
     # The mean of no losses is NaN, which would look like the model's fault.
-    raise ValueError(
+    return ValueError(
         "`x` must hold at least one row; 16 to 64 are enough. "
         f"Received: {received}."
     )
 
 
 def _tensor(value: Any) -> Any:
-    if value is None or is_dataset(value):
+    if value is None:
         return value
     if getattr(value, "dtype", None) == np.float64:
         value = np.asarray(value, keras.config.floatx())

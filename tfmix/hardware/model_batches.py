@@ -35,7 +35,7 @@ def inputs(
             f"Received: x={type(x).__name__}, input_shape={input_shape!r}."
         )
     if x is not None:
-        x, _ = next(batches.split(x, None))
+        x, _ = batches.first(x, None)
         symbols = [tree.map_structure(_symbol, x)]
     else:
         symbols = host.symbolic_arguments(model) if model.built else []
