@@ -149,8 +149,7 @@ def _counted_together(*tensors: Any) -> Any:
 
 
 def _by_flags(*tensors: Any) -> Any:
-    # Devices exchange a boolean for each. XLA compiles it for a CPU in a third
-    # of the time.
+    # Devices exchange a boolean for each. For a CPU, XLA compiles it sooner.
     bad = map(compilation.not_finite, tensors)
     return ops.stack([*map(compilation.any_true, bad)])
 
