@@ -136,6 +136,10 @@ def test_stochastic_rounding_is_right_in_the_mean(code):
     assert rest.mean() == pytest.approx(0.3, abs=0.01 * step)
 
 
+def test_a_negative_second_moment_becomes_zero():
+    assert there_and_back([1.0, -1.0], eight_bit.UNSIGNED)[1] == 0
+
+
 def test_a_nonzero_second_moment_never_becomes_zero():
     value = np.full(300, 1e-35, "float32")
     value[0] = 1e5

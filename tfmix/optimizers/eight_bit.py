@@ -3,7 +3,8 @@
 A code is a small float without special values, so its error is relative: at
 most 1/16 with three bits of mantissa, if rounded to nearest. The scale of a
 block is the power of two below its largest number. Numbers that do not change
-keep their codes, even if the largest number moves.
+keep their codes, even if the largest number moves. XLA's time for a step grows
+faster than its operations, so there are few.
 """
 
 import math
@@ -35,6 +36,11 @@ class Code(NamedTuple):
     octaves: int
 
     @property
+    def dtype(self) -> str:
+        """The dtype of codes."""
+        return "int8" if self.signed else "uint8"
+
+    @property
     def steps(self) -> int:
         """The number of codes from one power of two to the next."""
         return (128 if self.signed else 256) // self.octaves
@@ -60,7 +66,7 @@ SIGNED, UNSIGNED, SIGNS = Code(True, 16), Code(False, 32), Code(True, 64)
 
 
 def encode(value: Any, code: Code, noise: Any) -> tuple[Any, Any]:
-    """Returns the codes of a float32 tensor, and the sizes of its blocks.
+    """Returns the codes of a float32 tensor, and the scales of its blocks.
 
     Args:
         value: Tensor of any shape.
@@ -70,69 +76,58 @@ def encode(value: Any, code: Code, noise: Any) -> tuple[Any, Any]:
             offset of the seed.
 
     Returns:
-        A uint8 tensor of the shape of `value`, and a float32 tensor of the
-        shape `blocks_shape` with the largest magnitude of each block. No number
-        of a block that holds a NaN or an infinity is decoded as finite. Numbers
-        above 2**127 may become infinite.
+        A tensor of the code's dtype and the shape of `value`, and a float32
+        tensor of the shape `blocks_shape` with the scale of each block. No
+        number of a block that holds a NaN or an infinity is decoded as finite.
+        Numbers above 2**127 may become infinite.
     """
-    sizes = ops.absolute(value)
-    words = compilation.bitcast(sizes, "int32")
-    largest = compilation.bitcast(_largest(words), "float32")
+    # Without sign and mantissa, a number is the power of two below its size.
+    octaves = compilation.bitcast(value, "int32")
+    octaves = ops.bitwise_and(octaves, _int(_INFINITY))
+    scales = _largest(octaves)
     if callable(noise):
-        # The offset is always 0, the sign of a size, but compilers do not know
-        # it. Otherwise XLA would compute the noise of two tensors once, and
+        # The offset is always 0, a sign bit, but compilers do not know it.
+        # Otherwise XLA would compute the noise of two tensors once, and
         # store it, which takes as much memory as float32 state.
-        noise = noise(ops.right_shift(words, _int(31)))
+        noise = noise(ops.right_shift(octaves, _int(31)))
     noise = bits.upper(ops.cast(noise, "int32"), 32 - code.dropped)
     # These factors move a block's largest number between 2 and 4. Reciprocals
     # of scales would move it between 1 and 2, but some would be subnormal.
-    factors = _int(_INFINITY) - compilation.bitcast(_scales(largest), "int32")
-    factors = compilation.bitcast(factors, "float32")
-    scaled = ops.multiply(sizes, _spread(factors, sizes.shape))
-    smallest = 2.0 ** (3 - code.octaves) * (1 + 1 / code.steps)
-    words = compilation.bitcast(ops.maximum(scaled, smallest), "int32")
-    codes = ops.right_shift(words + noise, _int(code.dropped))
-    codes = ops.cast(codes - _int(code.base + code.steps), "uint8")
-    zero = ops.cast(0, "uint8")
-    # The last operation takes several tensors. If it were a cast, XLA would
-    # compute the codes again in each kernel that reads them.
-    if not code.signed:
-        return ops.where(ops.greater(sizes, 0.0), codes, zero), largest
-    # Between 0 and the smallest number, the distance is the chance.
-    chance = ops.cast(noise, "float32") * (2.0**-code.dropped * smallest)
-    codes = ops.where(ops.greater(scaled, chance), codes, zero)
-    sign = ops.right_shift(compilation.bitcast(value, "int32"), _int(24))
-    sign = ops.cast(ops.bitwise_and(sign, _int(128)), "uint8")
-    return ops.bitwise_or(codes, sign), largest
+    factors = compilation.bitcast(_int(_INFINITY) - scales, "float32")
+    scaled = ops.multiply(value, _spread(factors, value.shape))
+    sizes = ops.absolute(scaled)
+    words = compilation.bitcast(sizes, "int32")
+    zero, unit = code.base + code.steps, 2**code.dropped
+    if code.signed:
+        # Between 0 and the smallest number, words are linear: the distance is
+        # the chance.
+        smallest = 2.0 ** (3 - code.octaves) * (1 + 1 / code.steps)
+        line = ops.minimum(ops.multiply(sizes, unit / smallest), unit)
+        least = ops.cast(line, "int32") + _int(zero * unit)
+    else:
+        least = _int((zero + 1) * unit)
+    words = ops.maximum(words, least) + noise
+    codes = ops.right_shift(words, _int(code.dropped)) - _int(zero)
+    # These factors are 0 for 0, whatever its words are.
+    signs = ops.sign(value) if code.signed else ops.greater(value, 0.0)
+    codes = ops.cast(codes * ops.cast(signs, "int32"), code.dtype)
+    return codes, compilation.bitcast(scales, "float32")
 
 
-def decode(codes: Any, largest: Any, code: Code) -> Any:
+def decode(codes: Any, scales: Any, code: Code) -> Any:
     """Returns the rounded float32 tensor of codes from `encode`."""
     codes = ops.cast(codes, "int32")
-    size = ops.bitwise_and(codes, _int(127)) if code.signed else codes
-    word = ops.left_shift(size + _int(code.base), _int(code.dropped))
-    if code.signed:
-        sign = ops.bitwise_and(codes, _int(128))
-        word = ops.bitwise_or(word, ops.left_shift(sign, _int(24)))
-    word = ops.where(ops.equal(size, _int(0)), _int(0), word)
-    value = compilation.bitcast(word, "float32")
-    return ops.multiply(value, _spread(_scales(largest), codes.shape))
+    words = ops.absolute(codes) if code.signed else codes
+    words = ops.left_shift(words + _int(code.base), _int(code.dropped))
+    signs = ops.cast(ops.sign(codes), "float32")
+    factors = ops.multiply(signs, _spread(scales, codes.shape))
+    return ops.multiply(compilation.bitcast(words, "float32"), factors)
 
 
 def blocks_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of the sizes of a tensor's blocks."""
+    """Returns the shape of the scales of a tensor's blocks."""
     axis = _first_axis(shape)
     return tuple(shape[:axis]) or (-(-math.prod(shape) // BLOCK),)
-
-
-def _scales(largest: Any) -> Any:
-    """Returns the scale of each block, the power of two below its largest."""
-    # The scales are computed where they are used. Storing them would need
-    # another kernel on a GPU.
-    words = compilation.bitcast(largest, "int32")
-    # Without its mantissa, a number is a power of two.
-    words = ops.bitwise_and(words, _int(_INFINITY))
-    return compilation.bitcast(words, "float32")
 
 
 def _first_axis(shape: tuple[int, ...]) -> int:

@@ -236,7 +236,7 @@ class EightBitSlots:
         codes = worker.add_variable(
             shape=shape,
             initializer=initializer_of(0),
-            dtype="uint8",
+            dtype=code.dtype,
             name=path,
             **variables.placement(variable),
         )

@@ -79,7 +79,7 @@ class LowMemoryOptimizer(
         >>> dense.build((None, 64))
         >>> optimizer = LowMemoryOptimizer(keras.optimizers.Adam(1e-3))
         >>> optimizer.build(dense.trainable_variables)
-        >>> moments = [v for v in optimizer.variables if v.dtype == "uint8"]
+        >>> moments = [v for v in optimizer.variables if "int8" in v.dtype]
         >>> [tuple(v.shape) for v in moments]
         [(64, 64), (64, 64)]
     """
