@@ -13,6 +13,19 @@ _ROOT = pathlib.Path(__file__).parents[1]
 _MARK = "answer: "
 
 
+def started(
+    module: str, *arguments: str, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """Starts one of our modules in a separate process."""
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=_ROOT,
+        env={**os.environ, **(environment or {})},
+    )
+
+
 def answers_of(
     module: str, *arguments: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[Any]:
@@ -21,14 +34,7 @@ def answers_of(
     Raises:
         RuntimeError: If the process fails; earlier answers come first.
     """
-    command = [sys.executable, "-m", module, *arguments]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=_ROOT,
-        env={**os.environ, **(environment or {})},
-    )
+    process = started(module, *arguments, environment=environment)
     with process:
         for line in process.stdout:
             if line.startswith(_MARK):

@@ -9,7 +9,8 @@ import keras
 import numpy as np
 
 from benchmarks import layer_deviation
-from benchmarks.layer_recipe import Recipe
+from benchmarks.layer_recipes import Recipe
+from tfmix import _formats
 from tfmix.autocast import global_policy as state
 
 # A function of inputs; it returns outputs, and gradients of inputs and weights.
@@ -70,6 +71,23 @@ class Runs:
                 found[who] = layer_deviation.Deviation(error=name)
         return found
 
+    def rounded(self, fmt: str, kind: str) -> layer_deviation.Deviation:
+        """Compares float32 with float32 on rounded inputs and weights.
+
+        A layer may magnify their rounding even if it computes exactly after
+        that. Roundings are random, so the worst of a few draws is taken.
+        """
+        with keras_policy("float32"):
+            inputs, weights, run = self.float32_run(fmt, kind)
+            reference = run(inputs, weights)
+            found = [
+                layer_deviation.compare(
+                    run(*_moved((inputs, weights), fmt, seed)), reference, fmt
+                )
+                for seed in range(8)
+            ]
+        return max(found, key=lambda deviation: deviation.epsilons)
+
     def float32_run(
         self, fmt: str, kind: str
     ) -> tuple[Any, list[np.ndarray], "_Run"]:
@@ -88,6 +106,20 @@ class Runs:
                 self._recipe, dtype, inputs, self._loss_scale
             )
         return self._built[who, dtype]
+
+
+def _moved(arrays: Any, fmt: str, seed: int) -> Any:
+    """Changes each number by the largest rounding of the format."""
+    rng = np.random.default_rng(seed)
+    half = _formats.limits(fmt).epsilon / 2
+
+    def move(array: np.ndarray) -> np.ndarray:
+        if array.dtype.kind != "f":
+            return array
+        part = rng.choice([-half, half], array.shape)
+        return (array * (1 + part)).astype("float32")
+
+    return keras.tree.map_structure(move, arrays)
 
 
 @contextlib.contextmanager

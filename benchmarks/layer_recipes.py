@@ -1,13 +1,35 @@
-"""Recipes that build each layer of `keras.layers` for the sweep."""
+"""Recipes that build each layer and activation of Keras for the sweep."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 
-from benchmarks import layer_composites
-from benchmarks.layer_recipe import Recipe, Shape
+# The shape of one input. The state of a cell may be a tuple of shapes.
+Shape = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """One way to build a layer or activation, and the shapes of its inputs.
+
+    Attributes:
+        make: Function that builds it; called once for every policy.
+        shapes: The shape of each input, batch included.
+        training: The `training` argument, `None` for none.
+        call: Further arguments of the call.
+        as_list: Whether the inputs are passed as one list.
+    """
+
+    make: Callable[[], Any]
+    shapes: tuple[Shape, ...]
+    training: bool | None = None
+    call: dict[str, Any] = dataclasses.field(default_factory=dict)
+    as_list: bool = False
+
 
 # These layers are not swept, with the reason. A test fails for layers that are
 # neither here nor in a recipe.
@@ -166,7 +188,7 @@ _MERGES = ("Add", "Concatenate", "Maximum", "Minimum", "Multiply", "Subtract")
 
 def layer_recipes() -> dict[str, Recipe]:
     """Returns the recipes for all layers of the installed Keras."""
-    found = {**_plain_recipes(), **layer_composites.recipes()}
+    found = {**_plain_recipes(), **_composite_recipes()}
     return {
         label: recipe
         for label, recipe in sorted(found.items())
@@ -209,6 +231,100 @@ def _plain_recipes() -> dict[str, Recipe]:
         pair = (_SEQUENCE, _SEQUENCE)
         recipes[name] = Recipe(_maker(name, {}), pair, as_list=True)
     return recipes
+
+
+def _composite_recipes() -> dict[str, Recipe]:
+    """Returns recipes that need several inputs, or other layers."""
+    layers = keras.layers
+    pair = ((2, 16, 32), (2, 16, 32))
+    state = ((4, 32), (4, 16))
+    found = {
+        "AdditiveAttention": Recipe(
+            lambda: layers.AdditiveAttention(), pair, as_list=True
+        ),
+        "Attention": Recipe(lambda: layers.Attention(), pair, as_list=True),
+        "Average": Recipe(
+            lambda: layers.Average(), ((2, 32),) * 300, as_list=True
+        ),
+        "Bidirectional": Recipe(
+            lambda: layers.Bidirectional(layers.LSTM(8)), ((4, 12, 32),)
+        ),
+        "Dot": Recipe(
+            lambda: layers.Dot(axes=1), ((4, 256), (4, 256)), as_list=True
+        ),
+        "Dot(normalize=True)": Recipe(
+            lambda: layers.Dot(axes=1, normalize=True),
+            ((4, 1024), (4, 1024)),
+            as_list=True,
+        ),
+        "GRUCell": Recipe(lambda: layers.GRUCell(16), state),
+        "GroupQueryAttention": Recipe(
+            lambda: layers.GroupQueryAttention(16, 4, 2), pair
+        ),
+        "LSTMCell": Recipe(
+            lambda: layers.LSTMCell(16), ((4, 32), ((4, 16), (4, 16)))
+        ),
+        "MultiHeadAttention": Recipe(
+            lambda: layers.MultiHeadAttention(4, 16), pair
+        ),
+        "MultiHeadAttention(dropout=0.1)": Recipe(
+            lambda: layers.MultiHeadAttention(4, 16, dropout=0.1), pair
+        ),
+        "GroupQueryAttention(dropout=0.1)": Recipe(
+            lambda: layers.GroupQueryAttention(16, 4, 2, dropout=0.1), pair
+        ),
+        "GlobalAveragePooling1D(mask)": Recipe(
+            lambda: layers.GlobalAveragePooling1D(),
+            ((2, 4096, 8),),
+            call={"mask": np.ones((2, 4096), bool)},
+        ),
+        "Normalization": Recipe(
+            lambda: layers.Normalization(mean=100.0, variance=4.0),
+            ((16, 32),),
+        ),
+        "Pipeline": Recipe(
+            lambda: layers.Pipeline(
+                [layers.Rescaling(1 / 255.0), layers.CenterCrop(8, 8)]
+            ),
+            ((2, 16, 16, 3),),
+        ),
+        "RNN": Recipe(lambda: layers.RNN(layers.GRUCell(16)), ((4, 12, 32),)),
+        "SimpleRNNCell": Recipe(lambda: layers.SimpleRNNCell(16), state),
+        "Softmax(axis=(1, 2))": Recipe(
+            lambda: layers.Softmax(axis=(1, 2)), ((4, 32, 32),)
+        ),
+        "SpectralNormalization": Recipe(
+            lambda: layers.SpectralNormalization(layers.Dense(32)),
+            ((16, 128),),
+            training=False,
+        ),
+        "StackedRNNCells": Recipe(
+            lambda: layers.RNN(
+                layers.StackedRNNCells(
+                    [layers.LSTMCell(8), layers.SimpleRNNCell(8)]
+                )
+            ),
+            ((4, 12, 32),),
+        ),
+        "TimeDistributed": Recipe(
+            lambda: layers.TimeDistributed(layers.Dense(16)), ((4, 12, 64),)
+        ),
+    }
+    found["CategoryEncoding"] = Recipe(
+        lambda: layers.CategoryEncoding(64, output_mode="count"),
+        ((4, 12),),
+        call={"ids": 64},
+    )
+    found["Embedding"] = Recipe(
+        lambda: layers.Embedding(64, 16), ((4, 12),), call={"ids": 64}
+    )
+    if hasattr(layers, "ReversibleEmbedding"):
+        found["ReversibleEmbedding"] = Recipe(
+            lambda: layers.ReversibleEmbedding(64, 32),
+            ((4, 32),),
+            call={"reverse": True},
+        )
+    return found
 
 
 def _maker(name: str, arguments: dict[str, Any]) -> Callable[[], Any]:

@@ -10,10 +10,8 @@ import pytest
 
 from benchmarks import (
     layer_deviation,
-    layer_exceptions,
     layer_measure,
     layer_recipes,
-    layer_sensitivity,
     layers,
 )
 from tfmix.policy import float32_layers
@@ -111,7 +109,7 @@ def test_every_activation_of_keras_is_swept():
 
 def test_every_exception_is_in_the_docs_with_its_reason():
     text = " ".join(DOCS.read_text().split())
-    for label, why in layer_exceptions.EXCEPTIONS.items():
+    for label, why in layers.EXCEPTIONS.items():
         assert layer_recipes.layer_name(label) in text
         assert why in text
 
@@ -159,9 +157,9 @@ def test_an_exception_excuses_no_infinity_and_no_other_layer():
     inaccurate = layer_deviation.Deviation(epsilons=100.0)
     infinite = layer_deviation.Deviation(not_finite=1)
     attention = "MultiHeadAttention"
-    assert layer_exceptions.reason(attention, inaccurate)
-    assert layer_exceptions.reason(attention, infinite) is None
-    assert layer_exceptions.reason("Dense", inaccurate) is None
+    assert layers.reason(attention, inaccurate)
+    assert layers.reason(attention, infinite) is None
+    assert layers.reason("Dense", inaccurate) is None
 
 
 @pytest.mark.parametrize(
@@ -185,10 +183,8 @@ def test_a_reason_counts_only_where_a_measurement_shows_it(
 
 def test_rounded_inputs_move_a_saturated_gate_and_no_matmul():
     found = {
-        name: layer_sensitivity.of(
-            layer_measure.Runs(layers.recipes()[name]),
-            "float16",
-            "offset by 100",
+        name: layer_measure.Runs(layers.recipes()[name]).rounded(
+            "float16", "offset by 100"
         )
         for name in ("SimpleRNNCell", "Dense")
     }

@@ -4,34 +4,27 @@ import keras
 
 from benchmarks.fault_cases import (
     custom_loop,
-    existing_models,
     fitting,
     float8_layers,
-    jax_replicas,
     policies,
     replicas,
     saved_state,
     scale_range,
     sparse,
-    true_gradients,
     workers,
 )
 from benchmarks.fault_cases.record import Fault
 
-FAULTS = (
-    *replicas.FAULTS,
-    *workers.FAULTS,
-    *jax_replicas.FAULTS,
-    *scale_range.FAULTS,
-    *fitting.FAULTS,
-    *sparse.FAULTS,
-    *saved_state.FAULTS,
-    *policies.FAULTS,
-    *existing_models.FAULTS,
-    *custom_loop.FAULTS,
-    *true_gradients.FAULTS,
-    *float8_layers.FAULTS,
+_MODULES = (
+    *(replicas, workers, scale_range, fitting, sparse, saved_state),
+    *(policies, custom_loop, float8_layers),
 )
+FAULTS = [
+    value
+    for module in _MODULES
+    for value in vars(module).values()
+    if isinstance(value, Fault)
+]
 
 
 def on_this_backend() -> list[Fault]:

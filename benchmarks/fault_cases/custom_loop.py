@@ -216,19 +216,3 @@ def inner_methods(system: Any) -> Outcome:
     return Outcome(
         kept, f"the excluded bias is {words.vector(bias)} (right: [1 1])"
     )
-
-
-FAULTS = (
-    forgotten_scale_loss,
-    double_wrapping,
-    traced_before_build,
-    clip_hides_infinity,
-    clip_by_norm,
-    unscaled_for_a_log,
-    float16_loss,
-    two_optimizers,
-    variable_without_gradient,
-    overwrite_with_gradient,
-    old_method_names,
-    inner_methods,
-)

@@ -177,12 +177,5 @@ def _bad_batch_under(name: str, **arguments: Any) -> Fault:
     return Fault("fit-" + name.replace("_", "-"), title, provoke)
 
 
-FAULTS = (
-    batch_normalization,
-    epoch_metrics,
-    terminate_on_nan,
-    own_state,
-    accumulation_window,
-    _bad_batch_under("jit_compile", jit_compile=True),
-    _bad_batch_under("steps_per_execution", steps_per_execution=5),
-)
+UNDER_XLA = _bad_batch_under("jit_compile", jit_compile=True)
+SEVERAL_STEPS = _bad_batch_under("steps_per_execution", steps_per_execution=5)

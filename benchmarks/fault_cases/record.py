@@ -25,6 +25,9 @@ class Outcome:
     survived: bool
     text: str
 
+    def __str__(self) -> str:
+        return f"{'survives' if self.survived else '**lost**'}: {self.text}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
@@ -35,14 +38,12 @@ class Fault:
         title: String, a description of the fault.
         provoke: Function from a `systems.System` to an `Outcome`.
         backends: Tuple of the Keras backends it can be provoked on.
-        seconds: Integer, the time after which a run counts as hanging.
     """
 
     name: str
     title: str
     provoke: Callable[[Any], Outcome]
     backends: tuple[str, ...] = EVERY_BACKEND
-    seconds: int = 60
 
     def run(self, system: Any) -> Outcome:
         """Provokes the fault; an exception is an outcome as well."""
@@ -54,14 +55,14 @@ class Fault:
 
 
 def fault(
-    backends: tuple[str, ...] = EVERY_BACKEND, seconds: int = 60
+    backends: tuple[str, ...] = EVERY_BACKEND,
 ) -> Callable[[Callable[[Any], Outcome]], Fault]:
     """Turns a function into a fault, with its docstring as the title."""
 
     def decorate(provoke: Callable[[Any], Outcome]) -> Fault:
         name = provoke.__name__.replace("_", "-")
         title = (provoke.__doc__ or "").splitlines()[0].rstrip(".")
-        return Fault(name, title, provoke, backends, seconds)
+        return Fault(name, title, provoke, backends)
 
     return decorate
 

@@ -86,7 +86,7 @@ def _fit_heavy_tailed(system: Any, seed: int) -> Any:
     return model
 
 
-@fault(TENSORFLOW_ONLY, seconds=120)
+@fault(TENSORFLOW_ONLY)
 def start_up_overflow(system: Any) -> Outcome:
     """Heavy-tailed regression on 2 replicas, default scaler, six seeds."""
     alive, scales = 0, []
@@ -172,7 +172,7 @@ def _float8_loss(system: Any, strategy: Any) -> float:
     return float(model.evaluate(x, y[:16], batch_size=16, verbose=0))
 
 
-@fault(TENSORFLOW_ONLY, seconds=120)
+@fault(TENSORFLOW_ONLY)
 def replicas_float8(system: Any) -> Outcome:
     """Keras's float8 layers on 2 replicas."""
     import tensorflow as tf
@@ -183,13 +183,3 @@ def replicas_float8(system: Any) -> Outcome:
         abs(loss - expected) < 0.02 * expected,
         f"loss {loss:.3g} after 20 steps (one device: {expected:.3g})",
     )
-
-
-FAULTS = (
-    inf_in_one_replica,
-    start_up_overflow,
-    replicas_global_clipnorm,
-    replicas_accumulation,
-    replicas_ema,
-    replicas_float8,
-)

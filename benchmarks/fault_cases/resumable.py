@@ -1,9 +1,10 @@
 """A run of 60 steps that can be killed after any step, and resumed.
 
-python -m benchmarks.fault_cases.resumable SYSTEM DIRECTORY KILL_AFTER
+python -m benchmarks.fault_cases.resumable SYSTEM DIRECTORY KILL_AFTER DEVICES
 
-trains, saves in every way after each seventh step, and kills itself with
-SIGKILL after step KILL_AFTER. `resume` continues from one of the saved states.
+splits the CPU into DEVICES, trains, saves in every way after each seventh step,
+and kills itself with SIGKILL after step KILL_AFTER. `resume` continues from one
+of the saved states.
 """
 
 import json
@@ -194,8 +195,29 @@ def _resume_within_epoch(system: Any, directory: pathlib.Path) -> Any:
     return train(model, (epoch + 1) * STEPS_PER_EPOCH)
 
 
-def main(system_name: str, directory: str, kill_after: str) -> None:
+def devices() -> int:
+    """Returns into how many devices this process has split its CPU."""
+    if keras.backend.backend() == "jax":
+        return 1
+    import tensorflow as tf
+
+    return len(tf.config.list_logical_devices("CPU"))
+
+
+def split_the_cpu(count: int) -> None:
+    """Splits the CPU under TensorFlow, whose sums depend on the parts."""
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        (cpu,) = tf.config.list_physical_devices("CPU")
+        tf.config.set_logical_device_configuration(
+            cpu, [tf.config.LogicalDeviceConfiguration()] * count
+        )
+
+
+def main(system_name: str, directory: str, kill_after: str, cpus: str) -> None:
     """Trains until the process is killed."""
+    split_the_cpu(int(cpus))
     path = pathlib.Path(directory)
     callbacks = [
         _backup(path, "backup-epoch"),

@@ -48,6 +48,11 @@ def _stored(value: float) -> Fault:
     return Fault(f"stored-scale-{value:g}", title, provoke)
 
 
+STORED_ZERO, STORED_INFINITY, STORED_NAN = map(
+    _stored, (0.0, math.inf, math.nan)
+)
+
+
 @fault()
 def zero_gradients(system: Any) -> Outcome:
     """300,000 steps of zero gradients, growth every 10, then 20 good steps."""
@@ -119,15 +124,3 @@ def nothing_applied(system: Any) -> Outcome:
         return Outcome(False, f"{skipped}; fit ends without a word")
     named = "head/kernel" in told or "head/bias" in told
     return Outcome(named, f"fit stops: {told.splitlines()[0][:90]}")
-
-
-FAULTS = (
-    bad_stretch,
-    _stored(0.0),
-    _stored(math.inf),
-    _stored(math.nan),
-    zero_gradients,
-    fixed_scale_overflow,
-    senseless_setting,
-    nothing_applied,
-)

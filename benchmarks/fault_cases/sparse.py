@@ -45,6 +45,3 @@ def duplicate_sparse_rows(system: Any) -> Outcome:
 def bad_sparse_row(system: Any) -> Outcome:
     """One of two sparse rows is NaN."""
     return _outcome(*_step(system, [3, 5], [[1.0, 1.0], [np.nan, 1.0]]))
-
-
-FAULTS = (duplicate_sparse_rows, bad_sparse_row)

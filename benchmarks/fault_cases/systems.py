@@ -1,18 +1,16 @@
 """The columns of the table: the systems, as a script uses them."""
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 
 import tfmix
+from tfmix._keras import compile_method
 
 _FLOAT8 = keras.layers.Dense, keras.layers.EinsumDense
-
-
-def _float8_policy() -> tfmix.Policy:
-    return tfmix.Policy("mixed_float8", float8_layers=_FLOAT8)
 
 
 class System(abc.ABC):
@@ -50,20 +48,21 @@ class System(abc.ABC):
         """Returns gradients a user may clip, before `optimizer.apply`."""
 
     @abc.abstractmethod
-    def convert(self, model: Any, policy: str) -> Callable[[], Any]:
-        """Changes a model's dtypes; returns a function that restores them."""
-
-    @abc.abstractmethod
     def float8(self, make: Callable[[], Any]) -> Any:
         """Creates a model whose Dense and EinsumDense multiply in float8."""
 
     @abc.abstractmethod
-    def convert_to_float8(self, model: Any) -> Callable[[], Any]:
-        """Makes a model's layers multiply in float8; returns a way back."""
-
-    @abc.abstractmethod
     def set_policy(self, policy: Any) -> None:
         """Sets the global dtype policy."""
+
+    @contextlib.contextmanager
+    def under(self, policy: Any) -> Iterator[None]:
+        """Runs a block under a policy, and everything after it in float32."""
+        self.set_policy(policy)
+        try:
+            yield
+        finally:
+            self.set_policy("float32")
 
     @abc.abstractmethod
     def callbacks(self) -> list[Any]:
@@ -89,40 +88,13 @@ class Keras(System):
     def unscale(self, optimizer: Any, grads: Sequence[Any]) -> list[Any]:
         return list(grads)
 
-    def convert(self, model: Any, policy: str) -> Callable[[], Any]:
-        # This only works before a function was traced.
-        layers = [model, *model.layers]
-        before = [layer.dtype_policy for layer in layers]
-
-        def set_policies(policies: Sequence[Any]) -> None:
-            for layer, each in zip(layers, policies, strict=True):
-                layer.dtype_policy = each
-            model.make_train_function(force=True)
-
-        set_policies([policy] * len(layers))
-        return lambda: set_policies(before)
-
     def float8(self, make: Callable[[], Any]) -> Any:
-        self.set_policy(self.policy)
-        model = make()
-        self.set_policy("float32")
-        self.convert_to_float8(model)
+        with self.under(self.policy):
+            model = make()
+        for layer in model._flatten_layers():
+            if isinstance(layer, _FLOAT8) and layer.name != "head":
+                layer.quantize("float8")
         return model
-
-    def convert_to_float8(self, model: Any) -> Callable[[], Any]:
-        layers = [
-            layer
-            for layer in model._flatten_layers()
-            if isinstance(layer, _FLOAT8) and layer.name != "head"
-        ]
-        for layer in layers:
-            layer.quantize("float8")
-
-        def undo() -> None:
-            for layer in layers:
-                layer.dtype_policy = "float32"
-
-        return undo
 
     def set_policy(self, policy: Any) -> None:
         keras.config.set_dtype_policy(policy)
@@ -149,15 +121,10 @@ class Tfmix(System):
     def unscale(self, optimizer: Any, grads: Sequence[Any]) -> list[Any]:
         return optimizer.unscale_gradients(grads)
 
-    def convert(self, model: Any, policy: str) -> Callable[[], Any]:
-        return tfmix.apply_policy(model, policy).undo
-
     def float8(self, make: Callable[[], Any]) -> Any:
-        with tfmix.policy_scope(_float8_policy()):
+        policy = tfmix.Policy("mixed_float8", float8_layers=_FLOAT8)
+        with tfmix.policy_scope(policy):
             return make()
-
-    def convert_to_float8(self, model: Any) -> Callable[[], Any]:
-        return tfmix.apply_policy(model, _float8_policy()).undo
 
     def set_policy(self, policy: Any) -> None:
         tfmix.set_global_policy(policy)
@@ -171,27 +138,13 @@ _FLOAT8_ROWS = dict.fromkeys(
         "float8-layer-used-twice",
         "float8-layer-frozen",
         "float8-small-gradients",
-        "float8-outlier",
-        "float8-infinity",
         "float8-ema",
         "float8-lora",
-        "float8-and-back",
     ),
     "variables stay float32 under mixed_float8",
 )
-_BARE = dict.fromkeys(
-    (
-        "unscaled-mean-of-pixels",
-        "unscaled-rows-of-an-embedding",
-        "penalty-on-a-gradient-of-weights",
-        "targets-of-50-000",
-        "bad-batch-of-two-optimizers",
-    ),
-    "nothing is wrapped by hand",
-)
 _BY_COMPILE = "`compile` puts plain masters around an optimizer"
-_KEPT = _FLOAT8_ROWS | _BARE
-_REPLACED = _KEPT | {
+_REPLACED = _FLOAT8_ROWS | {
     "static-scale-replaced": _BY_COMPILE,
     "policy-map": _BY_COMPILE,
     "activity-regularizer": _BY_COMPILE,
@@ -218,11 +171,10 @@ class Kept(Tfmix):
         name: str,
         keep: Callable[[Any], Any],
         inapplicable: Mapping[str, str],
-        dtype: str | None = None,
+        dtype: str,
     ) -> None:
         self.name = name
-        if dtype is not None:
-            self.dtype = self.policy = self.layers = dtype
+        self.dtype = self.policy = self.layers = dtype
         self.keep = keep
         self.inapplicable = inapplicable
 
@@ -237,16 +189,10 @@ def _masters(**how: bool) -> Callable[[Any], Any]:
     return lambda inner: tfmix.optimizers.MasterWeightOptimizer(inner, **how)
 
 
-def _rounded(**how: Any) -> Callable[[Any], Any]:
-    return lambda inner: tfmix.optimizers.BFloat16Optimizer(inner, **how)
+def _rounded(inner: Any) -> Any:
+    return tfmix.optimizers.BFloat16Optimizer(inner, seed=7)
 
 
-def _low(inner: Any) -> Any:
-    return tfmix.optimizers.LowMemoryOptimizer(inner, **_INT8)
-
-
-# The rule also covers the small variables of the faults.
-_INT8: dict[str, Any] = {"slot_dtype": [("", "int8")], "seed": 7}
 _NO_BROADCAST = {
     "nan-in-one-worker": "TensorFlow 2.21 has no bfloat16 broadcast, by which "
     "each worker gets the first one's variables"
@@ -256,25 +202,19 @@ _NARROW = _REPLACED | _NO_BROADCAST
 
 # Only float16 overflows; split masters and rounding are for bfloat16.
 SIXTEEN_BIT = (
-    Kept("masters", _masters(), _KEPT, "float16"),
+    Kept("masters", _masters(), _FLOAT8_ROWS, "float16"),
     Kept("flat", _masters(flat=True), _REPLACED | _TOGETHER, "float16"),
     Kept("split", _masters(split=True), _NARROW, "bfloat16"),
-    Kept("stochastic", _rounded(seed=7), _NARROW, "bfloat16"),
-)
-EIGHT_BIT_SLOTS = (
-    Kept(
-        "low",
-        _low,
-        {"pure-without-masters": "it is for float32 variables"} | _BARE,
-    ),
-    Kept("stochastic8", _rounded(**_INT8), _NARROW, "bfloat16"),
+    Kept("stochastic", _rounded, _NARROW, "bfloat16"),
 )
 SYSTEMS = (Keras(), Tfmix())
-ALL = {each.name: each for each in (*SYSTEMS, *SIXTEEN_BIT, *EIGHT_BIT_SLOTS)}
+ALL = {each.name: each for each in (*SYSTEMS, *SIXTEEN_BIT)}
 
 
 def by_name(name: str) -> System:
     """Returns the system of that name; Keras's own has no tfmix beside it."""
-    if name == Keras.name:
-        tfmix.set_global_policy("float32")
+    tfmix.set_global_policy("float32")
+    if name != Keras.name:
+        # As after `import tfmix`, which the policy switched off.
+        compile_method.watch()
     return ALL[name]

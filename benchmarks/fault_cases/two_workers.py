@@ -42,7 +42,6 @@ def main(system_name: str) -> None:
     for number in range(STEPS):
         bad = bad_worker and number == _BAD_STEP
         step(tf.constant([np.nan if bad else 1.0, 1.0]))
-        print(f"step {number}", flush=True)
     result = {
         "weight": words.to_numpy(weight).tolist(),
         "scale": words.scale(optimizer),
