@@ -1,6 +1,7 @@
 """Small versions of KerasHub's backbones, their inputs and their training."""
 
 import functools
+import inspect
 
 import keras
 import numpy as np
@@ -11,528 +12,336 @@ import tfmix
 
 models = pytest.importorskip("keras_hub").models
 
-# Routers choose all experts, because rounding would decide a choice.
-EXPERTS = {"num_experts": 2, "top_k": 2}
 SEEDS = (1, 2, 3)
 # The number of float32 runs per seed, with different dropout.
 DRAWS = 3
 STEPS = 32
 # The largest allowed error of a result, over its norm.
 BOUNDS = {"mixed_float16": 0.005, "mixed_bfloat16": 0.03}
-GENERATOR = np.random.default_rng(0)
 
 
-def ids():
-    return GENERATOR.integers(1, 30, (2, 8))
+def tokens(random):
+    ids = random.integers(1, 30, (2, 8))
+    return {"token_ids": ids, "padding_mask": np.ones((2, 8), "int32")}
 
 
-def tokens():
-    return {"token_ids": ids(), "padding_mask": np.ones((2, 8), "int32")}
+def ids(random):
+    return {"token_ids": tokens(random)["token_ids"]}
 
 
-def segments():
-    return {**tokens(), "segment_ids": np.zeros((2, 8), "int32")}
+def unmasked(random):
+    return {**ids(random), "segment_ids": np.zeros((2, 8), "int32")}
 
 
-def pairs():
+def segments(random):
+    return {**tokens(random), "segment_ids": np.zeros((2, 8), "int32")}
+
+
+def pairs(random):
     parts = ("encoder", "decoder")
-    return {f"{p}_{k}": v for p in parts for k, v in tokens().items()}
+    return {f"{p}_{k}": v for p in parts for k, v in tokens(random).items()}
 
 
-def unmasked():
-    return {k: v for k, v in segments().items() if k != "padding_mask"}
+def decoded(random):
+    return {f"decoder_{k}": v for k, v in tokens(random).items()}
 
 
-def audio():
-    decoder = {k: v for k, v in pairs().items() if k.startswith("decoder")}
-    features = GENERATOR.random((2, 16, 8), "float32")
-    return {"encoder_features": features, **decoder}
+def audio(random):
+    features = random.random((2, 16, 8), "float32")
+    return {"encoder_features": features, **decoded(random)}
 
 
-def images():
-    return GENERATOR.random((2, 32, 32, 3), "float32")
+def sound(random):
+    wave = random.normal(size=(2, 4000, 1)).astype("float32")
+    mask = np.ones((2, 4000), "int32")
+    encoded = {"encoder_input_values": wave, "encoder_padding_mask": mask}
+    return {**encoded, **decoded(random)}
 
 
-ENCODER = {
-    "vocabulary_size": 30,
-    "num_layers": 2,
-    "num_heads": 2,
-    "hidden_dim": 16,
-    "intermediate_dim": 32,
+def images(random):
+    return random.random((2, 32, 32, 3), "float32")
+
+
+def pixels(random):
+    return {"pixel_values": images(random)}
+
+
+def image_and_text(random):
+    return {"images": images(random), **ids(random)}
+
+
+def image_and_response(random):
+    picture = random.random((2, 16, 16, 3), "float32")
+    mask = np.zeros((2, 8), "int32")
+    return {**tokens(random), "images": picture, "response_mask": mask}
+
+
+def placed(random):
+    return {**tokens(random), "position_ids": np.tile(np.arange(8), (2, 1))}
+
+
+def chunks(random):
+    """Returns twice as many tokens: the backbone computes in chunks of 16."""
+    return {k: np.tile(v, (1, 2)) for k, v in tokens(random).items()}
+
+
+# The backbones by their inputs.
+BACKBONES = {
+    f"{name}Backbone": inputs
+    for inputs, names in {
+        tokens: "Bloom DebertaV3 DistilBert Falcon GPT2 GPTNeoX Gemma Gemma3 "
+        "GptOss Llama3 Llama Mistral Mixtral OPT Phi3 Qwen Qwen2 Qwen3 QwenMoe "
+        "Qwen3Moe Roberta XLMRoberta SmolLM3 Gemma3n Qwen3_5 Qwen3_5Moe",
+        images: "DenseNet VGG ViT DeiT Xception ViTDet DINOV2 SwinTransformer "
+        "ResNet MobileNet EfficientNet CSPNet HGNetV2 MiT SegFormer DeepLabV3 "
+        "RetinaNet",
+        segments: "Albert Bert Electra XLNet",
+        pairs: "Bart T5 T5Gemma T5Gemma2 EdRec",
+        ids: "ESM2 ESM",
+        unmasked: "FNet RoformerV2",
+        audio: "Whisper",
+        pixels: "DINOV3",
+        image_and_text: "CLIP SigLIP",
+        image_and_response: "PaliGemma",
+        sound: "Moonshine",
+        placed: "Gemma4",
+        chunks: "RWKV7",
+    }.items()
+    for name in names.split()
 }
-DECODER = {
-    "vocabulary_size": 30,
-    "num_layers": 2,
-    "num_query_heads": 2,
-    "num_key_value_heads": 1,
-    "hidden_dim": 16,
-    "intermediate_dim": 32,
+# The small value of each argument that a backbone requires.
+SMALL = {
+    name: value
+    for value, names in (
+        (0, "pad_token_id max_drop_path_rate attention_dropout"),
+        (
+            1,
+            "num_key_value_heads decoder_num_key_value_heads stem_strides "
+            "encoder_num_key_value_heads vit_num_layers num_layers_enc "
+            "num_layers_dec partial_rotary_factor",
+        ),
+        (
+            2,
+            "num_layers num_heads num_query_heads num_attention_heads "
+            "num_hidden_layers encoder_num_layers decoder_num_layers "
+            "encoder_num_heads decoder_num_heads encoder_num_attention_heads "
+            "decoder_num_attention_heads num_experts top_k altup_num_inputs "
+            "vit_num_heads depthwise_stride upsampling_size",
+        ),
+        (3, "stem_kernel_size min_level"),
+        (
+            4,
+            "laurel_rank hidden_size_per_layer_input window_size "
+            "sliding_window",
+        ),
+        (5, "max_level"),
+        (
+            8,
+            "head_dim head_size embedding_dim embed_dim projection_dim "
+            "encoder_head_dim decoder_head_dim patch_size projection_filters "
+            "vit_hidden_dim vit_patch_size embedding_size depthwise_filters "
+            "stem_filters",
+        ),
+        (
+            16,
+            "hidden_dim encoder_hidden_dim decoder_hidden_dim hidden_size "
+            "text_hidden_size max_sequence_length image_size filter_dim "
+            "moe_intermediate_dim shared_expert_intermediate_dim "
+            "shared_expert_intermediate_size output_num_filters "
+            "last_layer_filter",
+        ),
+        (
+            30,
+            "vocabulary_size vocab_size text_vocab_size "
+            "vocab_size_per_layer_input",
+        ),
+        (
+            32,
+            "intermediate_dim encoder_intermediate_dim "
+            "decoder_intermediate_dim mlp_dim max_position_embeddings",
+        ),
+        ((32, 32, 3), "image_shape"),
+        (1e4, "rope_theta"),
+        (1e-6, "layer_norm_epsilon"),
+        (True, "use_learnable_affine_block"),
+        (False, "attention_bias mlp_bias depthwise_residual use_p5"),
+        ([False, True], "apply_downsample use_lightweight_conv_block"),
+        ([True, False], "rope_layer_enabled_list stackwise_pooling"),
+        (
+            [1, 1],
+            "depths layerwise_depths stackwise_num_blocks "
+            "stackwise_num_repeats stackwise_depth",
+        ),
+        ([1, 2], "layerwise_num_heads stackwise_num_strides stackwise_strides"),
+        ([2], "dilation_rates"),
+        ([2, 1], "layerwise_sr_ratios"),
+        ([4, 2], "layerwise_strides"),
+        ([7, 3], "layerwise_patch_sizes"),
+        ([8, 8], "stackwise_num_filters"),
+        ([8, 16], "hidden_sizes"),
+        ([32, 32], "intermediate_size"),
+        (["full_attention"] * 2, "layer_types"),
+        (
+            ["sliding_attention", "full_attention"],
+            "encoder_layer_types decoder_layer_types",
+        ),
+    )
+    for name in names.split()
 }
-
-
-IMAGE = (32, 32, 3)
-GEMMA = {
-    "hidden_dim": 16,
-    "intermediate_dim": 32,
-    "num_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "layer_types": ["sliding_attention", "full_attention"],
+# These get their small value where they are optional, too. All experts are
+# chosen, because rounding would decide a choice.
+ALSO = {"image_shape", "max_sequence_length", "top_k"}
+LINEAR = {
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+    "layer_types": ["linear_attention", "full_attention"],
+    "partial_rotary_factor": 0.5,
 }
 T5_GEMMA = {
-    **{f"{p}_{k}": v for p in ("encoder", "decoder") for k, v in GEMMA.items()},
-    "vocabulary_size": 30,
     "sliding_window": 4,
     "cross_attention_hidden_size": 16,
     # At 1, the default, rounding the weights already causes an error of 0.03.
     "query_pre_attn_scalar": 64.0,
 }
-LINEAR = {
-    "head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "partial_rotary_factor": 0.5,
+
+
+def resnet(stages):
+    """Builds the encoder of a detector or segmenter."""
+    return build(
+        "ResNetBackbone",
+        stackwise_num_filters=[64] * stages,
+        stackwise_num_blocks=[1] * stages,
+        stackwise_num_strides=[1] + [2] * (stages - 1),
+    )
+
+
+# Other arguments; a function makes an encoder under the active policy.
+MORE = {
+    "CLIPBackbone": {
+        "vision_encoder": lambda: build("CLIPVisionEncoder"),
+        "text_encoder": lambda: text_encoder("CLIPTextEncoder"),
+    },
+    "CSPNetBackbone": {
+        "stackwise_num_filters": [8, 16],
+        "block_type": "dark_block",
+        "stem_padding": "same",
+        "stage_type": "csp",
+        "bottle_ratio": [0.5],
+        "expand_ratio": [2.0],
+    },
+    "DebertaV3Backbone": {"bucket_size": 4},
+    "DeepLabV3Backbone": {
+        "image_encoder": lambda: resnet(2),
+        "spatial_pyramid_pooling_key": "P3",
+        "low_level_feature_key": "P2",
+        "projection_filters": 8,
+    },
+    "DenseNetBackbone": {"growth_rate": 4, "compression_ratio": 0.5},
+    "DeiTBackbone": {"patch_size": (8, 8)},
+    "EfficientNetBackbone": {
+        "stackwise_width_coefficients": [1.0, 1.0],
+        "stackwise_depth_coefficients": [1.0, 1.0],
+        "stackwise_kernel_sizes": [3, 3],
+        "stackwise_num_repeats": [1, 1],
+        "stackwise_input_filters": [8, 8],
+        "stackwise_output_filters": [8, 16],
+        "stackwise_expansion_ratios": [1, 2],
+        "stackwise_squeeze_and_excite_ratios": [0.25, 0.25],
+        "stackwise_strides": [1, 2],
+        "stackwise_block_types": ["v1", "v1"],
+        "num_features": 16,
+        "input_shape": (32, 32, 3),
+        "dropout": 0.0,
+    },
+    "Gemma3Backbone": {"query_head_dim_normalize": True},
+    "Gemma3nBackbone": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "hidden_activation": "gelu_approximate",
+    },
+    "HGNetV2Backbone": {
+        "stem_channels": [3, 8, 8],
+        "hidden_act": "relu",
+        "stackwise_stage_filters": [(8, 8, 8, 1, 1, 3), (8, 8, 16, 1, 1, 3)],
+    },
+    "MiTBackbone": {"hidden_dims": [8, 16]},
+    "MobileNetBackbone": {
+        "stackwise_expansion": [[1], [8]],
+        "stackwise_num_filters": [[8], [8]],
+        "stackwise_kernel_size": [[3], [3]],
+        "stackwise_num_strides": [[1], [2]],
+        "stackwise_se_ratio": [[0.25], [None]],
+        "stackwise_activation": [["relu"], ["hard_swish"]],
+        "stackwise_padding": [[1], [1]],
+    },
+    "MoonshineBackbone": dict.fromkeys(
+        ("encoder_num_layers", "decoder_num_layers"), 1
+    ),
+    "QwenMoeBackbone": {"head_dim": 8},
+    "Qwen3MoeBackbone": {"head_dim": 8},
+    "Qwen3_5Backbone": LINEAR,
+    "Qwen3_5MoeBackbone": LINEAR,
+    "ResNetBackbone": {
+        "input_conv_filters": [64],
+        "input_conv_kernel_sizes": [3],
+        "stackwise_num_filters": [64, 64],
+        "block_type": "basic_block",
+    },
+    "RWKV7Backbone": dict.fromkeys(
+        ("gate_lora", "mv_lora", "aaa_lora", "decay_lora"), 8
+    ),
+    "RetinaNetBackbone": {"image_encoder": lambda: resnet(4)},
+    "SegFormerBackbone": {"image_encoder": lambda: build("MiTBackbone")},
+    "SigLIPBackbone": {
+        "vision_encoder": lambda: build("SigLIPVisionEncoder"),
+        "text_encoder": lambda: text_encoder("SigLIPTextEncoder"),
+    },
+    "SwinTransformerBackbone": {"num_heads": [1, 2], "patch_size": 4},
+    "T5GemmaBackbone": T5_GEMMA,
+    "T5Gemma2Backbone": T5_GEMMA,
+    "ViTBackbone": {"patch_size": (8, 8)},
+    "XceptionBackbone": {"stackwise_conv_filters": [[8, 8], [8, 8]]},
+    "ViTDetBackbone": {
+        "patch_size": 8,
+        "num_output_channels": 8,
+        "window_size": 2,
+        "global_attention_layer_indices": [1],
+    },
+    "WhisperBackbone": {
+        "num_mels": 8,
+        "max_encoder_sequence_length": 16,
+        "max_decoder_sequence_length": 16,
+    },
 }
-RESNET = {
-    "input_conv_filters": [64],
-    "input_conv_kernel_sizes": [3],
-    "stackwise_num_filters": [64, 64],
-    "stackwise_num_blocks": [1, 1],
-    "stackwise_num_strides": [1, 2],
-    "block_type": "basic_block",
-    "image_shape": IMAGE,
-}
-MIT = {
-    "layerwise_depths": [1, 1],
-    "num_layers": 2,
-    "layerwise_num_heads": [1, 2],
-    "layerwise_sr_ratios": [2, 1],
-    "max_drop_path_rate": 0.0,
-    "layerwise_patch_sizes": [7, 3],
-    "layerwise_strides": [4, 2],
-    "image_shape": IMAGE,
-    "hidden_dims": [8, 16],
-}
-SIGHT = {
-    "patch_size": 8,
-    "hidden_dim": 16,
-    "num_layers": 2,
-    "num_heads": 2,
-    "intermediate_dim": 32,
-    "image_shape": IMAGE,
-}
-SPEECH = {
-    "vocabulary_size": 30,
-    "embedding_dim": 16,
-    "hidden_dim": 16,
-    "num_layers": 2,
-    "num_heads": 2,
-    "intermediate_dim": 32,
-    "max_sequence_length": 8,
-}
 
 
-def image_and_text():
-    return {"images": images(), "token_ids": ids()}
+def text_encoder(name):
+    return build(name, embedding_dim=16, max_sequence_length=8)
 
 
-def image_and_response():
-    picture = GENERATOR.random((2, 16, 16, 3), "float32")
-    mask = np.zeros((2, 8), "int32")
-    return {**tokens(), "images": picture, "response_mask": mask}
-
-
-def sound():
-    decoder = {k: v for k, v in pairs().items() if k.startswith("decoder")}
-    wave = GENERATOR.normal(size=(2, 4000, 1)).astype("float32")
-    mask = np.ones((2, 4000), "int32")
-    return {
-        "encoder_input_values": wave,
-        "encoder_padding_mask": mask,
-        **decoder,
-    }
-
-
-def placed():
-    return {**tokens(), "position_ids": np.tile(np.arange(8), (2, 1))}
-
-
-# The settings of a backbone; one may be a function, which creates it under the
-# active policy.
-OF_TOKENS = {
-    "BloomBackbone": ENCODER,
-    "DebertaV3Backbone": dict(ENCODER, max_sequence_length=16, bucket_size=4),
-    "DistilBertBackbone": dict(ENCODER, max_sequence_length=16),
-    "FalconBackbone": dict(
-        vocabulary_size=30,
-        num_layers=2,
-        num_attention_heads=2,
-        hidden_dim=16,
-        intermediate_dim=32,
-    ),
-    "GPT2Backbone": dict(ENCODER, max_sequence_length=16),
-    "GPTNeoXBackbone": dict(ENCODER, max_sequence_length=16),
-    "GemmaBackbone": dict(DECODER, head_dim=8),
-    "Gemma3Backbone": dict(
-        DECODER, image_size=16, head_dim=8, query_head_dim_normalize=True
-    ),
-    "GptOssBackbone": dict(DECODER, **EXPERTS),
-    "Llama3Backbone": DECODER,
-    "LlamaBackbone": DECODER,
-    "MistralBackbone": DECODER,
-    "MixtralBackbone": dict(DECODER, **EXPERTS),
-    "OPTBackbone": dict(ENCODER, max_sequence_length=16),
-    "Phi3Backbone": DECODER,
-    "QwenBackbone": DECODER,
-    "Qwen2Backbone": DECODER,
-    "Qwen3Backbone": dict(DECODER, head_dim=8),
-    "QwenMoeBackbone": dict(
-        DECODER,
-        moe_intermediate_dim=16,
-        shared_expert_intermediate_dim=16,
-        **EXPERTS,
-        head_dim=8,
-    ),
-    "Qwen3MoeBackbone": dict(
-        DECODER, moe_intermediate_dim=16, **EXPERTS, head_dim=8
-    ),
-    "RobertaBackbone": dict(ENCODER, max_sequence_length=16),
-    "XLMRobertaBackbone": dict(ENCODER, max_sequence_length=16),
-    "SmolLM3Backbone": dict(
-        vocabulary_size=30,
-        hidden_dim=16,
-        intermediate_dim=32,
-        num_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        attention_bias=False,
-        attention_dropout=0.0,
-        rope_layer_enabled_list=[True, False],
-        layer_types=["full_attention"] * 2,
-        mlp_bias=False,
-        layer_norm_epsilon=1e-6,
-        max_position_embeddings=32,
-        rope_theta=1e4,
-        partial_rotary_factor=1.0,
-    ),
-    "Gemma3nBackbone": dict(
-        text_vocab_size=30,
-        text_hidden_size=16,
-        num_hidden_layers=2,
-        pad_token_id=0,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        intermediate_size=[32, 32],
-        hidden_activation="gelu_approximate",
-        layer_types=["sliding_attention", "full_attention"],
-        sliding_window=4,
-        rope_theta=1e4,
-        max_position_embeddings=32,
-        vocab_size_per_layer_input=30,
-        hidden_size_per_layer_input=4,
-        altup_num_inputs=2,
-        laurel_rank=4,
-    ),
-    "Qwen3_5Backbone": dict(DECODER, **LINEAR),
-    "Qwen3_5MoeBackbone": dict(
-        {k: v for k, v in DECODER.items() if k != "intermediate_dim"},
-        moe_intermediate_dim=16,
-        shared_expert_intermediate_size=16,
-        **EXPERTS,
-        **LINEAR,
-    ),
-}
-OF_IMAGES = {
-    "DenseNetBackbone": dict(
-        stackwise_num_repeats=[1, 1],
-        growth_rate=4,
-        compression_ratio=0.5,
-        image_shape=IMAGE,
-    ),
-    "VGGBackbone": dict(
-        stackwise_num_repeats=[1, 1],
-        stackwise_num_filters=[8, 8],
-        image_shape=IMAGE,
-    ),
-    "ViTBackbone": dict(
-        image_shape=IMAGE,
-        patch_size=(8, 8),
-        num_layers=2,
-        num_heads=2,
-        hidden_dim=16,
-        mlp_dim=32,
-    ),
-    "DeiTBackbone": dict(
-        image_shape=IMAGE,
-        patch_size=(8, 8),
-        num_layers=2,
-        num_heads=2,
-        hidden_dim=16,
-        intermediate_dim=32,
-    ),
-    "XceptionBackbone": dict(
-        stackwise_conv_filters=[[8, 8], [8, 8]],
-        stackwise_pooling=[True, False],
-        image_shape=IMAGE,
-    ),
-    "ViTDetBackbone": dict(
-        hidden_size=16,
-        num_layers=2,
-        intermediate_dim=32,
-        num_heads=2,
-        global_attention_layer_indices=[1],
-        image_shape=IMAGE,
-        patch_size=8,
-        num_output_channels=8,
-        window_size=2,
-    ),
-    "DINOV2Backbone": dict(
-        patch_size=8,
-        num_layers=2,
-        hidden_dim=16,
-        num_heads=2,
-        intermediate_dim=32,
-        image_shape=IMAGE,
-    ),
-    "SwinTransformerBackbone": dict(
-        image_shape=IMAGE,
-        embed_dim=8,
-        depths=[1, 1],
-        num_heads=[1, 2],
-        window_size=4,
-        patch_size=4,
-    ),
-    "ResNetBackbone": RESNET,
-    "MobileNetBackbone": dict(
-        stackwise_expansion=[[1], [8]],
-        stackwise_num_blocks=[1, 1],
-        stackwise_num_filters=[[8], [8]],
-        stackwise_kernel_size=[[3], [3]],
-        stackwise_num_strides=[[1], [2]],
-        stackwise_se_ratio=[[0.25], [None]],
-        stackwise_activation=[["relu"], ["hard_swish"]],
-        stackwise_padding=[[1], [1]],
-        output_num_filters=16,
-        depthwise_filters=8,
-        depthwise_stride=2,
-        depthwise_residual=False,
-        last_layer_filter=16,
-        image_shape=IMAGE,
-    ),
-    "EfficientNetBackbone": dict(
-        stackwise_width_coefficients=[1.0, 1.0],
-        stackwise_depth_coefficients=[1.0, 1.0],
-        stackwise_kernel_sizes=[3, 3],
-        stackwise_num_repeats=[1, 1],
-        stackwise_input_filters=[8, 8],
-        stackwise_output_filters=[8, 16],
-        stackwise_expansion_ratios=[1, 2],
-        stackwise_squeeze_and_excite_ratios=[0.25, 0.25],
-        stackwise_strides=[1, 2],
-        stackwise_block_types=["v1", "v1"],
-        num_features=16,
-        input_shape=IMAGE,
-        dropout=0.0,
-    ),
-    "CSPNetBackbone": dict(
-        stem_filters=8,
-        stem_kernel_size=3,
-        stem_strides=1,
-        stem_padding="same",
-        stackwise_depth=[1, 1],
-        stackwise_strides=[1, 2],
-        stackwise_num_filters=[8, 16],
-        block_type="dark_block",
-        stage_type="csp",
-        bottle_ratio=[0.5],
-        expand_ratio=[2.0],
-        image_shape=IMAGE,
-    ),
-    "HGNetV2Backbone": dict(
-        depths=[1, 1],
-        embedding_size=8,
-        hidden_sizes=[8, 16],
-        stem_channels=[3, 8, 8],
-        hidden_act="relu",
-        use_learnable_affine_block=True,
-        stackwise_stage_filters=[
-            (8, 8, 8, 1, 1, 3),
-            (8, 8, 16, 1, 1, 3),
-        ],
-        apply_downsample=[False, True],
-        use_lightweight_conv_block=[False, True],
-        image_shape=IMAGE,
-    ),
-    "MiTBackbone": MIT,
-    "SegFormerBackbone": dict(
-        image_encoder=lambda: models.MiTBackbone(**MIT),
-        projection_filters=8,
-    ),
-    "DeepLabV3Backbone": dict(
-        image_encoder=lambda: models.ResNetBackbone(**RESNET),
-        spatial_pyramid_pooling_key="P3",
-        low_level_feature_key="P2",
-        upsampling_size=2,
-        dilation_rates=[2],
-        projection_filters=8,
-        image_shape=IMAGE,
-    ),
-    "RetinaNetBackbone": dict(
-        image_encoder=lambda: models.ResNetBackbone(
-            **RESNET
-            | {
-                "stackwise_num_filters": [64] * 4,
-                "stackwise_num_blocks": [1] * 4,
-                "stackwise_num_strides": [1, 2, 2, 2],
-            }
-        ),
-        min_level=3,
-        max_level=5,
-        use_p5=False,
-        image_shape=IMAGE,
-    ),
-}
-BACKBONES = {
-    "AlbertBackbone": (
-        dict(ENCODER, num_heads=2, embedding_dim=8, max_sequence_length=16),
-        segments,
-    ),
-    "BartBackbone": (dict(ENCODER, max_sequence_length=16), pairs),
-    "BertBackbone": (dict(ENCODER, max_sequence_length=16), segments),
-    "ElectraBackbone": (
-        dict(
-            vocab_size=30,
-            num_layers=2,
-            num_heads=2,
-            hidden_dim=16,
-            embedding_dim=8,
-            intermediate_dim=32,
-            max_sequence_length=16,
-        ),
-        segments,
-    ),
-    "ESM2Backbone": (ENCODER, lambda: {"token_ids": ids()}),
-    "ESMBackbone": (
-        dict(ENCODER, max_sequence_length=16),
-        lambda: {"token_ids": ids()},
-    ),
-    "FNetBackbone": (
-        dict(
-            vocabulary_size=30,
-            num_layers=2,
-            hidden_dim=16,
-            intermediate_dim=32,
-            max_sequence_length=16,
-        ),
-        unmasked,
-    ),
-    "RoformerV2Backbone": (dict(ENCODER, head_size=8), unmasked),
-    "T5Backbone": (ENCODER, pairs),
-    "XLNetBackbone": (ENCODER, segments),
-    "WhisperBackbone": (
-        dict(
-            ENCODER,
-            num_mels=8,
-            max_encoder_sequence_length=16,
-            max_decoder_sequence_length=16,
-        ),
-        audio,
-    ),
-    "DINOV3Backbone": (SIGHT, lambda: {"pixel_values": images()}),
-    "CLIPBackbone": (
-        dict(
-            vision_encoder=lambda: models.CLIPVisionEncoder(**SIGHT),
-            text_encoder=lambda: models.CLIPTextEncoder(**SPEECH),
-            projection_dim=8,
-        ),
-        image_and_text,
-    ),
-    "SigLIPBackbone": (
-        dict(
-            vision_encoder=lambda: models.SigLIPVisionEncoder(**SIGHT),
-            text_encoder=lambda: models.SigLIPTextEncoder(**SPEECH),
-        ),
-        image_and_text,
-    ),
-    "PaliGemmaBackbone": (
-        dict(
-            DECODER,
-            image_size=16,
-            head_dim=8,
-            vit_patch_size=8,
-            vit_num_heads=2,
-            vit_hidden_dim=8,
-            vit_num_layers=1,
-        ),
-        image_and_response,
-    ),
-    "MoonshineBackbone": (
-        dict(
-            vocabulary_size=30,
-            filter_dim=16,
-            encoder_num_layers=1,
-            decoder_num_layers=1,
-            hidden_dim=16,
-            intermediate_dim=32,
-            encoder_num_heads=2,
-            decoder_num_heads=2,
-        ),
-        sound,
-    ),
-    "T5GemmaBackbone": (T5_GEMMA, pairs),
-    "T5Gemma2Backbone": (T5_GEMMA, pairs),
-    "Gemma4Backbone": (dict(DECODER, image_size=16, head_dim=8), placed),
-    "RWKV7Backbone": (
-        dict(
-            hidden_size=16,
-            head_size=8,
-            num_layers=2,
-            vocabulary_size=30,
-            intermediate_dim=32,
-            gate_lora=8,
-            mv_lora=8,
-            aaa_lora=8,
-            decay_lora=8,
-        ),
-        # The backbone computes in chunks of 16.
-        lambda: {k: np.tile(v, (1, 2)) for k, v in tokens().items()},
-    ),
-    "EdRecBackbone": (
-        dict(
-            vocab_size=30,
-            num_layers_enc=1,
-            num_layers_dec=1,
-            hidden_dim=16,
-            intermediate_dim=32,
-            num_heads=2,
-        ),
-        pairs,
-    ),
-}
-BACKBONES |= {name: (settings, tokens) for name, settings in OF_TOKENS.items()}
-BACKBONES |= {name: (settings, images) for name, settings in OF_IMAGES.items()}
+def build(name, **changes):
+    """Builds a small version of one of KerasHub's classes."""
+    kind = getattr(models, name)
+    given = {
+        one.name: SMALL[one.name]
+        for one in inspect.signature(kind).parameters.values()
+        if one.name in ALSO or one.default is one.empty
+        if one.name in SMALL
+    } | MORE.get(name, {})
+    given = {key: v() if callable(v) else v for key, v in given.items()}
+    return kind(**given | changes)
 
 
 @functools.cache
 def batch(name):
     """Returns the inputs of a backbone, the same in any order of tests."""
-    global GENERATOR
-    GENERATOR = np.random.default_rng(0)
-    return BACKBONES[name][1]()
+    return BACKBONES[name](np.random.default_rng(0))
 
 
-def made(name, policy, seed=SEEDS[0]):
+def made(name, policy, seed=SEEDS[0], **changes):
     """Creates a backbone under a policy."""
     keras.utils.set_random_seed(seed)
     tfmix.set_global_policy(policy)
-    settings = BACKBONES[name][0].items()
-    given = {key: v() if callable(v) else v for key, v in settings}
-    return getattr(models, name)(**given)
+    return build(name, **changes)
 
 
 def results(model, inputs):

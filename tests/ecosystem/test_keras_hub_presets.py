@@ -10,7 +10,7 @@ import pytest
 import tfmix
 from tests import helpers
 from tests.ecosystem import small_models
-from tests.ecosystem.small_models import BACKBONES, BOUNDS, models
+from tests.ecosystem.small_models import BOUNDS, models
 
 pytestmark = [
     helpers.requires_backend("tensorflow"),
@@ -35,13 +35,10 @@ def name(request):
 
 
 @pytest.fixture
-def preset(name, tmp_path, monkeypatch):
+def preset(name, tmp_path):
     backbone, given = TASKS[name]
-    settings, inputs = BACKBONES[backbone]
-    if name != "ViTImageClassifier":
-        settings = {**settings, "dropout": 0.0}
-    monkeypatch.setitem(BACKBONES, backbone, (settings, inputs))
-    made = small_models.made(backbone, "float32")
+    changes = {} if name == "ViTImageClassifier" else {"dropout": 0.0}
+    made = small_models.made(backbone, "float32", **changes)
     task = getattr(models, name)(made, preprocessor=None, **given)
     task.save_to_preset(str(tmp_path))
     return str(tmp_path)

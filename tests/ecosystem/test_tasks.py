@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 import tfmix
+from tests.ecosystem import small_models
+from tests.ecosystem.small_models import models
 
-models = pytest.importorskip("keras_hub").models
 pytestmark = [
     # These are KerasHub's warnings: its data is shuffled already, and its
     # tasks' optimizers are not restored.
@@ -21,14 +22,7 @@ Y = np.arange(8) % 2
 
 
 def classifier():
-    backbone = models.BertBackbone(
-        vocabulary_size=30,
-        num_layers=1,
-        num_heads=2,
-        hidden_dim=16,
-        intermediate_dim=32,
-        max_sequence_length=8,
-    )
+    backbone = small_models.build("BertBackbone", max_sequence_length=8)
     return models.BertTextClassifier(
         backbone=backbone, num_classes=2, preprocessor=None
     )
