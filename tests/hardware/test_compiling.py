@@ -241,6 +241,15 @@ def test_int8_products_count_at_their_own_rate():
 
 
 @needs("h200")
+def test_a_model_that_stays_in_float32_compiles_under_a_policy():
+    # Its unwrapped optimizer would call the host, which is not there.
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(32)])
+    model.compile("adam", loss="mse")
+    found = tfmix.hardware.compile_for(model, 8, policy="mixed_bfloat16")
+    assert {row.dtype for row in found.rows} == {"float32"}
+
+
+@needs("h200")
 def test_a_step_without_products_has_a_note():
     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(1)])
     found = tfmix.hardware.compile_for(model, 1, policy="mixed_bfloat16")

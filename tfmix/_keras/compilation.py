@@ -61,6 +61,11 @@ def compiled_for(platform: str) -> contextlib.AbstractContextManager[None]:
     return context_values.holding(platform=platform)
 
 
+def has_host() -> bool:
+    """Returns whether the code can call the host, as only where it runs."""
+    return not context_values.block.get().platform
+
+
 def for_tpu() -> bool:
     """Returns whether TensorFlow is known to trace for a TPU."""
     strategy = type(tf.distribute.get_strategy()).__name__

@@ -30,7 +30,7 @@ class Block:
             to float32 if that fails.
         is_chosen: Whether a caller decides whether the step is applied.
         step: The train step that is running, `None` if there is none.
-        platform: The platform that TensorFlow traces for, "" if unknown.
+        platform: The platform that a step is only compiled for, or "".
     """
 
     rules: frozenset[str] | None = None

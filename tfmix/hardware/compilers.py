@@ -5,6 +5,7 @@ private names of jaxlib; they were checked on jax 0.10.2 with libtpu 0.0.52 and
 the CUDA 12 plugin.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
@@ -145,6 +146,12 @@ def _register_cuda() -> None:
         importlib.import_module(_CUDA).initialize()
 
 
+def traced_for(device: Any) -> contextlib.AbstractContextManager[None]:
+    """Sets the platform of a block in which a step is traced."""
+    platform = "cuda" if device.platform == "gpu" else device.platform
+    return compilation.compiled_for(platform)
+
+
 def compile_jax(lowered: Any) -> Compiled:
     """Compiles the result of `jax.jit(...).lower(...)`."""
     compiled = _compile_with_fallback(
@@ -162,8 +169,7 @@ def compile_tensorflow(function: Any, arguments: Any, device: Any) -> Compiled:
     from jaxlib import _hlo, _jax, xla_client
     from jaxlib.mlir import ir
 
-    platform = "cuda" if device.platform == "gpu" else device.platform
-    with compilation.compiled_for(platform):
+    with traced_for(device):
         lowered = function.experimental_get_compiler_ir(*arguments)
         serialized = lowered(stage="hlo_serialized")
     computation = _hlo.XlaComputation(serialized)

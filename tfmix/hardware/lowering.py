@@ -112,7 +112,9 @@ def _compile_on_jax(
     )
     batch = tree.map_structure(lambda leaf: describe(leaf, rows), data)
     step = jax.jit(model.train_step, donate_argnums=0)
-    return compilers.compile_jax(step.lower(state, batch))
+    with compilers.traced_for(devices[0]):
+        lowered = step.lower(state, batch)
+    return compilers.compile_jax(lowered)
 
 
 def _compile_on_tensorflow(

@@ -96,13 +96,16 @@ def call_if(condition: Any, function: Callable, *values: Any) -> None:
     """Calls a function on the host, if a condition holds on the device.
 
     If it does not hold, nothing waits and nothing is copied. XLA makes no calls
-    to the host under TensorFlow, so code that it compiles never warns.
+    to the host under TensorFlow, so code that it compiles never warns. A step
+    that is compiled for another machine has no host to call.
 
     Args:
         condition: Bool or boolean scalar tensor.
         function: Takes the values as NumPy arrays.
         *values: Tensors for the function.
     """
+    if not compilation.has_host():
+        return
     if keras.backend.backend() == "jax":
         _call_if(condition, function, *values)
     elif tf.executing_eagerly():
