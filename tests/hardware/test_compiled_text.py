@@ -68,77 +68,60 @@ def test_a_product_has_label_shape_dtype_and_kernel():
     assert (second.kernel, second.shape) == ("cuBLAS", (8, 64, 16))
 
 
-def convolution(operation, inputs, kernel, outputs, more):
-    """Returns the product of a program with one convolution."""
-    return compiled_text.read(
+WINDOW = "window={size=2x2}, "
+SAME = "window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_01io->b01f"
+# XLA writes `(32, 128, 64) @ (32, 64, 16)` like this for a TPU.
+BATCHED = "window={size=32 stride=31 lhs_dilate=32}, dim_labels=0bf_0io->0bf"
+GROUPS = WINDOW + "dim_labels=b01f_01io->b01f, feature_group_count=6"
+CUDNN = WINDOW + 'dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$conv'
+
+
+@pytest.mark.parametrize(
+    ("operation", "sizes", "more", "shape", "count", "flops"),
+    [
+        # Three of five rows have all taps inside, and two miss one: 13 of 15.
+        (
+            *("convolution", ("2,5,5,4", "3,3,4,8", "2,5,5,8"), SAME),
+            *((2 * 5 * 5, 9 * 4, 8), 1, 2 * 2 * 13 * 13 * 4 * 8),
+        ),
+        (
+            *("convolution", ("2,4,4,6", "2,2,1,6", "2,3,3,6"), GROUPS),
+            *((2 * 9, 4, 1), 6, 2 * 18 * 4 * 6),
+        ),
+        (
+            *("convolution", ("32,128,64", "32,64,16", "32,128,16"), BATCHED),
+            *(None, None, 2 * 32 * 128 * 64 * 16),
+        ),
+        (
+            *("custom-call", ("2,3,3,8", "8,2,2,4", "2,4,4,4")),
+            *(f'{CUDNN}BackwardInput"', (18, 8, 16), 1, 2 * 18 * 16 * 8),
+        ),
+        (
+            *("custom-call", ("2,4,4,4", "2,3,3,8", "8,2,2,4")),
+            *(f'{CUDNN}BackwardFilter"', (16, 18, 8), 1, 2 * 18 * 16 * 8),
+        ),
+    ],
+    ids=[
+        "only taps inside the edges count",
+        "groups are separate products",
+        "a dilation that separates batches counts no zeros",
+        "the gradient of an input",
+        "the gradient of a kernel",
+    ],
+)
+def test_the_work_of_a_convolution(operation, sizes, more, shape, count, flops):
+    inputs, kernel, outputs = sizes
+    (found,) = compiled_text.read(
         f"ENTRY %main (a: f32[]) -> f32[] {{\n"
         f"  %a = bf16[{inputs}]{{0}} parameter(0)\n"
         f"  %b = bf16[{kernel}]{{0}} parameter(1)\n"
         f"  ROOT %c = bf16[{outputs}]{{0}} {operation}(%a, %b), {more}\n"
         "}\n"
-    ).products[0]
-
-
-def test_a_convolution_only_counts_taps_inside_the_edges():
-    labels = "dim_labels=b01f_01io->b01f"
-    window = "window={size=3x3 pad=1_1x1_1}"
-    found = convolution(
-        "convolution", "2,5,5,4", "3,3,4,8", "2,5,5,8", f"{window}, {labels}"
-    )
-    # Three of five rows have all taps inside, and two miss one: 13 of 15.
-    assert found.flops == 2 * 2 * 13 * 13 * 4 * 8
-    assert found.shape == (2 * 5 * 5, 9 * 4, 8)
-
-
-def test_the_groups_of_a_convolution_are_separate_products():
-    found = convolution(
-        "convolution",
-        "2,4,4,6",
-        "2,2,1,6",
-        "2,3,3,6",
-        "window={size=2x2}, dim_labels=b01f_01io->b01f, feature_group_count=6",
-    )
-    assert (found.shape, found.count) == ((2 * 9, 4, 1), 6)
-    assert found.flops == 2 * 18 * 4 * 6
-
-
-@pytest.mark.parametrize(
-    ("target", "shapes", "shape"),
-    [
-        (
-            "__cudnn$convBackwardInput",
-            ("2,3,3,8", "8,2,2,4", "2,4,4,4"),
-            (18, 8, 16),
-        ),
-        (
-            "__cudnn$convBackwardFilter",
-            ("2,4,4,4", "2,3,3,8", "8,2,2,4"),
-            (16, 18, 8),
-        ),
-    ],
-)
-def test_gradients_of_a_convolution_have_its_operations(target, shapes, shape):
-    found = convolution(
-        "custom-call",
-        *shapes,
-        "window={size=2x2}, dim_labels=b01f_o01i->b01f, "
-        f'custom_call_target="{target}"',
-    )
-    assert found.shape == shape
-    assert found.flops == 2 * 18 * 16 * 8
-    assert found.kernel == "cuDNN"
-
-
-def test_a_dilation_that_separates_batches_counts_no_zeros():
-    # XLA writes `(32, 128, 64) @ (32, 64, 16)` like this for a TPU.
-    found = convolution(
-        "convolution",
-        "32,128,64",
-        "32,64,16",
-        "32,128,16",
-        "window={size=32 stride=31 lhs_dilate=32}, dim_labels=0bf_0io->0bf",
-    )
-    assert found.flops == 2 * 32 * 128 * 64 * 16
+    ).products
+    assert found.flops == flops
+    if shape:
+        assert (found.shape, found.count) == (shape, count)
+    assert (found.kernel == "cuDNN") is (operation == "custom-call")
 
 
 def test_prefetches_and_scalars_of_a_tpu_are_not_kernels():

@@ -3,22 +3,20 @@
 import collections
 import json
 import math
-import os
 import random
-import subprocess
-import sys
 
 import keras
 import numpy as np
 import pytest
+from keras import layers
 
 import tfmix
+from tests import processes
 from tfmix.hardware import compilers, compiling
 from tfmix.hardware import target as targets
 
 JAX = keras.backend.backend() == "jax"
-
-
+compile_for = tfmix.hardware.compile_for
 GPUS = [target.name for target in targets.targets() if target.kind == "GPU"]
 
 
@@ -30,24 +28,25 @@ def needs(name):
     )
 
 
-def small(dtype=None):
-    model = keras.Sequential(
-        [
-            keras.Input((64,)),
-            keras.layers.Dense(128, activation="relu", name="first"),
-            keras.layers.Dense(32, name="kept", dtype=dtype),
-            tfmix.float32_output(),
-        ]
-    )
-    model.compile("adam", loss="mse")
+def sequential(*parts, shape=(64,), loss="mse", optimizer="adam"):
+    model = keras.Sequential([keras.Input(shape), *parts])
+    model.compile(optimizer, loss=loss)
     return model
+
+
+def small(dtype=None):
+    return sequential(
+        layers.Dense(128, activation="relu", name="first"),
+        layers.Dense(32, name="kept", dtype=dtype),
+        tfmix.float32_output(),
+    )
 
 
 @pytest.fixture(scope="module")
 def step():
     """A small mixed float16 model, compiled for an H200, and the model."""
     model = small("float32")
-    return tfmix.hardware.compile_for(model, 256, policy="mixed_float16"), model
+    return compile_for(model, 256, policy="mixed_float16"), model
 
 
 @needs("h200")
@@ -55,28 +54,18 @@ def test_each_product_has_its_layer_dtype_and_shape(step):
     found, _ = step
     # Each layer has a forward product and two gradients. The first layer's
     # inputs need no gradient.
-    by_layer = {
-        name: [row for row in found.rows if row.layer.endswith(name)]
-        for name in ("first", "kept")
-    }
-    assert {name: len(rows) for name, rows in by_layer.items()} == {
-        "first": 2,
-        "kept": 3,
-    }
-    assert len(found.rows) == 5
-    assert {row.dtype for row in by_layer["first"]} == {"float16"}
-    assert {row.phase for row in by_layer["first"]} == {"forward", "backward"}
+    names = [row.layer.split("/")[-1] for row in found.rows]
+    assert collections.Counter(names) == {"first": 2, "kept": 3}
+    first = [row for row in found.rows if row.layer.endswith("first")]
+    assert {row.dtype for row in first} == {"float16"}
+    assert {row.phase for row in first} == {"forward", "backward"}
     assert found.flops == 2 * 256 * (2 * 64 * 128 + 3 * 128 * 32)
 
 
 @needs("h200")
 def test_float32_layers_are_named():
-    model = small()
-    found = tfmix.hardware.compile_for(
-        model,
-        256,
-        policy=tfmix.Policy("mixed_float16", float32_layers=["kept"]),
-    )
+    policy = tfmix.Policy("mixed_float16", float32_layers=["kept"])
+    found = compile_for(small(), 256, policy=policy)
     (name,) = found.float32_layers
     assert name.endswith("kept")
     assert found.share_16bit == pytest.approx(4 / 7)
@@ -86,15 +75,16 @@ def test_float32_layers_are_named():
 @needs("h200")
 def test_memory_is_the_size_of_weights_state_and_batch(step):
     found, model = step
-    weights = model.count_params()
-    batch = 256 * (64 + 32)
-    expected = 4 * (3 * weights + batch)
+    memory, weights = found.memory, 4 * model.count_params()
+    expected = 3 * weights + 4 * 256 * (64 + 32)
     # The loss scale, counters and metrics come on top.
-    assert expected <= found.memory.arguments < expected + 1000
-    assert found.memory.peak >= sum(
-        (found.memory.arguments, found.memory.temporaries)
-    )
-    assert found.memory.fits
+    assert expected <= memory.arguments < expected + 1000
+    assert memory.peak >= memory.arguments + memory.temporaries
+    assert memory.fits
+    kinds = memory.kinds
+    assert (kinds.weights, kinds.masters) == (weights, 0)
+    assert (kinds.slots, kinds.gradients) == (2 * weights, weights)
+    assert kinds.activations == max(0, memory.temporaries - weights)
 
 
 def held(variables):
@@ -105,75 +95,51 @@ def held(variables):
 
 
 @needs("h200")
-def test_memory_is_listed_by_kind(step):
-    found, model = step
-    kinds, weights = found.memory.kinds, 4 * model.count_params()
-    assert (kinds.weights, kinds.masters) == (weights, 0)
-    assert (kinds.slots, kinds.gradients) == (2 * weights, weights)
-    assert kinds.activations == max(0, found.memory.temporaries - weights)
-
-
-@needs("h200")
 def test_optimizers_are_compared_by_their_memory():
     adam = keras.optimizers.Adam
     ways = {
         "Adam": adam(),
         "LowMemoryOptimizer(Adam)": tfmix.optimizers.LowMemoryOptimizer(adam()),
     }
-    model = small()
-    found = tfmix.hardware.compile_for(
-        model, 64, policy="mixed_bfloat16", optimizer=[*ways.values()]
-    )
+    model, given = small(), [*ways.values()]
+    found = compile_for(model, 64, policy="mixed_bfloat16", optimizer=given)
     assert list(found.steps) == [f"mixed_bfloat16, {name}" for name in ways]
-    for step, optimizer in zip(
-        found.steps.values(), ways.values(), strict=True
-    ):
+    for step, optimizer in zip(found.steps.values(), given, strict=True):
         optimizer.build(model.trainable_variables)
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         assert step.memory.kinds.slots == held(inner.variables)
     assert "The least memory: mixed_bfloat16, LowMemoryOptimizer" in str(found)
+    with pytest.raises(ValueError, match="'float32, Adam' twice"):
+        compile_for(model, 32, optimizer=["adam", "adam"])
 
 
 @needs("h200")
 def test_masters_are_counted_apart_from_optimizer_state():
     masters = tfmix.optimizers.MasterWeightOptimizer(keras.optimizers.Adam())
     model = small()
-    found = tfmix.hardware.compile_for(
-        model, 64, policy="bfloat16", optimizer=masters
-    )
+    found = compile_for(model, 64, policy="bfloat16", optimizer=masters)
     kinds, count = found.memory.kinds, model.count_params()
-    assert kinds.masters == 4 * count
-    assert kinds.slots == 8 * count
+    assert (kinds.masters, kinds.slots) == (4 * count, 8 * count)
     assert kinds.weights == kinds.gradients == 2 * count
 
 
 @needs("h200")
-def test_two_choices_with_the_same_name_are_refused():
-    with pytest.raises(ValueError, match="'float32, Adam' twice"):
-        tfmix.hardware.compile_for(small(), 32, optimizer=["adam", "adam"])
-
-
-@needs("h200")
 def test_a_model_without_an_optimizer_is_compared_with_its_default():
-    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(32)])
-    found = tfmix.hardware.compile_for(model, 8, optimizer=[None, "sgd"])
+    model = keras.Sequential([keras.Input((64,)), layers.Dense(32)])
+    found = compile_for(model, 8, optimizer=[None, "sgd"])
     assert list(found) == ["float32, Adam", "float32, SGD"]
 
 
 @needs("h200")
-def test_another_optimizer_changes_nothing_else():
-    def kernels(*given):
-        model = keras.Sequential([keras.Input((64,)), *layers])
-        model.compile("sgd", *given, metrics=["mae"] if given else None)
-        return [
-            tfmix.hardware.compile_for(model, 8, optimizer=each).kernels
-            for each in (None, "sgd")
-        ]
-
-    layers = [keras.layers.Dense(32, activity_regularizer="l2")]
-    for given in ([], ["mse", [0.5]]):
-        own, other = kernels(*given)
-        assert own == other
+@pytest.mark.parametrize("loss", [{}, {"loss": "mse", "loss_weights": [0.5]}])
+def test_another_optimizer_changes_nothing_else(loss):
+    dense = layers.Dense(32, activity_regularizer="l2")
+    model = keras.Sequential([keras.Input((64,)), dense])
+    model.compile("sgd", **loss, metrics=["mae"] if loss else None)
+    own, other = (
+        compile_for(model, 8, optimizer=each).kernels for each in (None, "sgd")
+    )
+    assert own == other
 
 
 @keras.saving.register_keras_serializable("tests")
@@ -185,38 +151,36 @@ class OwnCompile(keras.Sequential):
 @needs("h200")
 @pytest.mark.filterwarnings("ignore:`compile")
 def test_arguments_of_a_custom_compile_are_not_guessed():
-    model = OwnCompile([keras.Input((64,)), keras.layers.Dense(32)])
+    model = OwnCompile([keras.Input((64,)), layers.Dense(32)])
     model.compile("sgd")
     with pytest.raises(ValueError, match="OwnCompile.*compile_from_config"):
-        tfmix.hardware.compile_for(model, 8)
-    found = tfmix.hardware.compile_for(model, 8, optimizer="sgd", loss="mse")
+        compile_for(model, 8)
+    found = compile_for(model, 8, optimizer="sgd", loss="mse")
     assert found.memory.kinds.slots == 0
 
 
 @needs("h200")
 @pytest.mark.parametrize("target", GPUS)
 def test_every_gpu_multiplies_in_the_dtype_of_auto(target):
-    found = tfmix.hardware.compile_for(small(), 64, target, policy="auto")
-    fast = "float16" if target in ("v100", "t4") else "bfloat16"
+    found = compile_for(small(), 64, target, policy="auto")
+    has_units = target not in ("v100", "t4")
+    fast = "bfloat16" if has_units else "float16"
     assert found.policy == f"mixed_{fast}"
     assert {row.dtype for row in found.rows} == {fast}
     assert found.conditionals == 0
+    if not has_units:
+        slow = compile_for(small(), 64, target, policy="mixed_bfloat16")
+        assert {row.dtype for row in slow.rows} == {"float32"}
 
 
 @needs("h200")
-@pytest.mark.parametrize("target", ["v100", "t4"])
-def test_bfloat16_is_computed_in_float32_without_units(target):
-    found = tfmix.hardware.compile_for(
-        small(), 64, target, policy="mixed_bfloat16"
-    )
-    assert {row.dtype for row in found.rows} == {"float32"}
-
-
-@needs("h200")
-def test_compiling_does_not_use_pythons_generator():
-    model = small()
+def test_neither_the_model_nor_pythons_generator_changes(step):
+    _, model = step
+    assert model.layers[0].compute_dtype == "float32"
+    assert type(model.optimizer).__name__ == "Adam"
+    assert not model.optimizer.built
     before = random.getstate()
-    tfmix.hardware.compile_for(model, 8, policy="mixed_bfloat16")
+    compile_for(small(), 8, policy="mixed_bfloat16")
     assert random.getstate() == before
 
 
@@ -231,10 +195,9 @@ def test_the_bound_is_the_larger_of_two(step):
 
 @needs("h200")
 def test_int8_products_count_at_their_own_rate():
-    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(32)])
+    model = sequential(layers.Dense(32), optimizer="sgd")
     model.layers[0].quantize("int8")
-    model.compile("sgd", loss="mse")
-    found = tfmix.hardware.compile_for(model, 64)
+    found = compile_for(model, 64)
     assert {row.dtype for row in found.rows} == {"int8"}
     target = targets.find("h200")
     assert compiling._rate("int8", target) > target.rates["float16"]
@@ -243,28 +206,18 @@ def test_int8_products_count_at_their_own_rate():
 @needs("h200")
 def test_a_model_that_stays_in_float32_compiles_under_a_policy():
     # Its unwrapped optimizer would call the host, which is not there.
-    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(32)])
-    model.compile("adam", loss="mse")
-    found = tfmix.hardware.compile_for(model, 8, policy="mixed_bfloat16")
+    found = compile_for(sequential(layers.Dense(32)), 8, policy="mixed_float16")
     assert {row.dtype for row in found.rows} == {"float32"}
 
 
 @needs("h200")
 def test_a_step_without_products_has_a_note():
-    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(1)])
-    found = tfmix.hardware.compile_for(model, 1, policy="mixed_bfloat16")
+    model = sequential(layers.Dense(1))
+    found = compile_for(model, 1, policy="mixed_bfloat16")
     assert not found.rows
     assert "batch of 1: no products, at least" in found.title
     assert "0%" not in str(found)
     assert "is a sum" in str(found)
-
-
-@needs("h200")
-def test_the_model_does_not_change(step):
-    _, model = step
-    assert model.layers[0].compute_dtype == "float32"
-    assert type(model.optimizer).__name__ == "Adam"
-    assert not model.optimizer.built
 
 
 @needs("h200")
@@ -281,7 +234,7 @@ def test_a_report_reads_the_same_in_every_form(step, tmp_path):
 
 @needs("h200")
 def test_policies_are_compared_side_by_side():
-    found = tfmix.hardware.compile_for(
+    found = compile_for(
         small(), 64, policy=["float32", "mixed_bfloat16"], loss="mae"
     )
     assert found["float32"].share_16bit == 0
@@ -299,52 +252,44 @@ def test_named_inputs_and_outputs_are_compiled():
         "numbers": keras.Input((16,), name="numbers"),
         "picture": keras.Input((8, 8, 3), name="picture"),
     }
-    flat = keras.layers.Flatten()(inputs["picture"])
-    joined = keras.layers.Concatenate()([inputs["numbers"], flat])
+    flat = layers.Flatten()(inputs["picture"])
+    joined = layers.Concatenate()([inputs["numbers"], flat])
     outputs = {
-        "size": keras.layers.Dense(8, name="size")(joined),
-        "kind": keras.layers.Dense(16, "softmax", name="kind")(joined),
+        "size": layers.Dense(8, name="size")(joined),
+        "kind": layers.Dense(16, "softmax", name="kind")(joined),
     }
     model = keras.Model(inputs, outputs)
     loss = {"size": "mse", "kind": "sparse_categorical_crossentropy"}
-    found = tfmix.hardware.compile_for(
-        model, 32, loss=loss, policy="mixed_bfloat16"
-    )
+    found = compile_for(model, 32, loss=loss, policy="mixed_bfloat16")
     assert found.flops == 2 * 2 * 32 * (16 + 192) * 24
 
 
 @needs("h200")
 def test_gradients_of_grouped_convolutions_have_a_layer():
-    model = keras.Sequential(
-        [
-            keras.Input((8, 8, 8)),
-            keras.layers.Conv2D(16, 3, name="whole"),
-            keras.layers.Conv2D(16, 3, groups=4, name="grouped"),
-            keras.layers.GlobalAveragePooling2D(),
-            keras.layers.Dense(2, name="head"),
-        ]
+    model = sequential(
+        layers.Conv2D(16, 3, name="whole"),
+        layers.Conv2D(16, 3, groups=4, name="grouped"),
+        layers.GlobalAveragePooling2D(),
+        layers.Dense(2, name="head"),
+        shape=(8, 8, 8),
     )
     policies = ["float32", "mixed_bfloat16"]
-    steps = tfmix.hardware.compile_for(model, 4, loss="mse", policy=policies)
-    for found in steps.values():
-        layers = collections.Counter(
-            row.layer.split("/")[-1] for row in found.rows
-        )
+    for found in compile_for(model, 4, policy=policies).values():
+        names = [row.layer.split("/")[-1] for row in found.rows]
         # The first layer has no gradient of its inputs.
-        assert layers == {"whole": 2, "grouped": 3, "head": 3}
+        expected = {"whole": 2, "grouped": 3, "head": 3}
+        assert collections.Counter(names) == expected
 
 
 @needs("h200")
 def test_a_shape_without_a_triton_kernel_gets_another():
     # XLA raises for products of 192 rows. With a GPU it would time others.
     given = keras.Input((12,), dtype="int32")
-    x = keras.layers.Embedding(500, 32)(given)
-    x = keras.layers.MultiHeadAttention(4, 8)(x, x, use_causal_mask=True)
-    model = keras.Model(given, keras.layers.Dense(500)(x))
+    x = layers.Embedding(500, 32)(given)
+    x = layers.MultiHeadAttention(4, 8)(x, x, use_causal_mask=True)
+    model = keras.Model(given, layers.Dense(500)(x))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    found = tfmix.hardware.compile_for(
-        model, 16, loss=loss, policy="mixed_bfloat16"
-    )
+    found = compile_for(model, 16, loss=loss, policy="mixed_bfloat16")
     assert all(row.layer for row in found.rows)
     # The library's workspace, which does not count, would be 33 MB.
     assert found.bytes < 20e6
@@ -354,30 +299,23 @@ def test_a_shape_without_a_triton_kernel_gets_another():
 def test_a_model_with_adapters_is_compiled():
     model = small()
     model.layers[0].enable_lora(4)
-    found = tfmix.hardware.compile_for(model, 64, policy="mixed_bfloat16")
+    found = compile_for(model, 64, policy="mixed_bfloat16")
     trained = sum(math.prod(v.shape) for v in model.trainable_variables)
     assert found.memory.kinds.gradients == 4 * trained
     assert found.memory.kinds.slots == 2 * 4 * trained
 
 
 @needs("h200")
-def test_a_process_that_sets_no_platforms_has_the_compiler():
+def test_a_process_that_sets_no_platforms_has_the_compiler(monkeypatch):
     # In such a process, JAX checks for all libraries that run programs.
-    code = """if True:
-        import jax, keras, tfmix
-        model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(32)])
-        model.compile("sgd", loss="mse")
-        print(tfmix.hardware.compile_for(model, 32).flops)
-        """
-    environment = {**os.environ, "KERAS_BACKEND": keras.backend.backend()}
-    environment.pop("JAX_PLATFORMS", None)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    code = """
+import jax, keras, tfmix
+model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(32)])
+model.compile("sgd", loss="mse")
+print(tfmix.hardware.compile_for(model, 32).flops)
+"""
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    done = processes.python("-c", code, KERAS_BACKEND=keras.backend.backend())
     assert done.stdout.splitlines()[-1:] == [f"{2 * 2 * 32 * 64 * 32}"], done
 
 
@@ -385,12 +323,8 @@ def test_a_process_that_sets_no_platforms_has_the_compiler():
 @needs("v5e")
 @pytest.mark.parametrize("target", ["h200", "v5e"])
 def test_each_round_of_a_loop_counts(target):
-    layers = [keras.layers.GRU(128), keras.layers.Dense(8)]
-    model = keras.Sequential([keras.Input((200, 64)), *layers])
-    model.compile("adam", loss="mse")
-    found = tfmix.hardware.compile_for(
-        model, 32, target, policy="mixed_bfloat16"
-    )
+    model = sequential(layers.GRU(128), layers.Dense(8), shape=(200, 64))
+    found = compile_for(model, 32, target, policy="mixed_bfloat16")
     # A round has forward products and gradients of inputs and state. The data
     # has no gradient.
     rounds = 200 * 32 * (3 * 128) * (2 * 64 + 3 * 128)
@@ -402,26 +336,18 @@ def test_each_round_of_a_loop_counts(target):
 @needs("h200")
 @pytest.mark.skipif(JAX, reason="JAX compiles it")
 def test_ops_that_xla_cannot_compile_are_named():
-    model = keras.Sequential(
-        [
-            keras.Input((8, 8, 3)),
-            keras.layers.RandomRotation(0.1),
-            keras.layers.Flatten(),
-            keras.layers.Dense(2),
-        ]
-    )
-    model.compile("adam", loss="mse")
+    parts = layers.RandomRotation(0.1), layers.Flatten(), layers.Dense(2)
     with pytest.raises(ValueError, match="ImageProjectiveTransformV3.*fit"):
-        tfmix.hardware.compile_for(model, 4, policy="mixed_bfloat16")
+        compile_for(sequential(*parts, shape=(8, 8, 3)), 4)
 
 
 @needs("h200")
 @pytest.mark.skipif(not JAX, reason="Keras rematerializes nothing there")
 def test_rematerialized_products_are_counted():
     with keras.RematScope(mode="full"):
-        layers = [keras.layers.Dense(512, "gelu") for _ in range(2)]
-        model = keras.Sequential([keras.Input((512,)), *layers])
-    found = tfmix.hardware.compile_for(model, 8192)
+        parts = [layers.Dense(512, "gelu") for _ in range(2)]
+        model = keras.Sequential([keras.Input((512,)), *parts])
+    found = compile_for(model, 8192)
     # There are two forward products. The inputs need no gradient.
     assert found.flops > 5 * 2 * 8192 * 512 * 512
 
@@ -432,7 +358,7 @@ class OwnStep(keras.Model):
 
     def __init__(self, targets, **kwargs):
         super().__init__(**kwargs)
-        self.targets, self.dense = targets, keras.layers.Dense(32)
+        self.targets, self.dense = targets, layers.Dense(32)
 
     def get_config(self):
         return {"targets": self.targets}
@@ -456,15 +382,13 @@ def test_a_step_without_a_compiled_loss_gets_the_data_of_fit(targets):
     model = OwnStep(targets)
     model.build((None, 64))
     model.compile("sgd")
-    found = tfmix.hardware.compile_for(model, 8)
+    found = compile_for(model, 8)
     assert found.memory.arguments >= 4 * (8 * 64 + targets * 8 * 32)
 
 
 @needs("v5e")
 def test_a_tpu_multiplies_bfloat16_on_its_mxu():
-    found = tfmix.hardware.compile_for(
-        small(), 256, "v5e", policy="mixed_bfloat16"
-    )
+    found = compile_for(small(), 256, "v5e", policy="mixed_bfloat16")
     assert {row.kernel for row in found.rows} == {"MXU"}
     assert found.share_16bit == 1
     assert found.flops == 2 * 256 * (2 * 64 * 128 + 3 * 128 * 32)
@@ -474,8 +398,8 @@ def test_a_tpu_multiplies_bfloat16_on_its_mxu():
 @pytest.mark.skipif(not JAX, reason="several devices need JAX")
 def test_several_devices_share_the_batch_and_sum_gradients():
     model = small()
-    one = tfmix.hardware.compile_for(model, 256, "h200")
-    four = tfmix.hardware.compile_for(model, 256, "h200", devices=4)
+    one = compile_for(model, 256, "h200")
+    four = compile_for(model, 256, "h200", devices=4)
     assert 4 * four.flops == one.flops
     assert (one.exchanges, one.exchanged) == (0, 0)
     # Only the loss is summed besides the gradients.
@@ -487,7 +411,7 @@ def test_several_devices_share_the_batch_and_sum_gradients():
 @needs("h200")
 def test_several_devices_under_tensorflow_are_refused_with_the_reason():
     with pytest.raises(ValueError, match="devices=2.*KERAS_BACKEND=jax"):
-        tfmix.hardware.compile_for(small(), 256, "h200", devices=2)
+        compile_for(small(), 256, "h200", devices=2)
 
 
 @pytest.mark.parametrize(
@@ -496,11 +420,14 @@ def test_several_devices_under_tensorflow_are_refused_with_the_reason():
 def test_a_missing_compiler_is_named_with_its_extra(monkeypatch, target, extra):
     monkeypatch.setattr(compilers, "_is_installed", lambda name: name == "jax")
     with pytest.raises(ImportError, match=rf"pip install '\.\[{extra}\]'"):
-        tfmix.hardware.compile_for(small(), 32, target)
+        compile_for(small(), 32, target)
 
 
-def layers_of(*made):
-    return keras.Sequential(list(made))
+V5E = {"target": "v5e"}
+
+
+def narrow():
+    return sequential(layers.Dense(2, dtype="float16"))
 
 
 @pytest.mark.parametrize(
@@ -511,32 +438,14 @@ def layers_of(*made):
         (small, {"optimizer": {}}, r"optimizer=\{\}"),
         (small, {"loss": []}, r"loss=\[\]"),
         (small, {"target": "h20"}, "target='h20'.*Did you mean 'h200'"),
-        (
-            small,
-            {"target": "v5e", "policy": "mixed_float16"},
-            "'mixed_float16'.*mixed_bfloat16",
-        ),
-        (
-            small,
-            {"target": "v5e", "batch_size": 30, "devices": 4},
-            "batch_size=30, devices=4",
-        ),
-        (
-            lambda: layers_of(
-                keras.Input((4,)), keras.layers.Dense(2, dtype="float16")
-            ),
-            {"target": "v6e"},
-            "no float16 products",
-        ),
-        (
-            lambda: layers_of(keras.layers.Dense(2)),
-            {},
-            "must be built.*keras.Input",
-        ),
+        (small, V5E | {"policy": "mixed_float16"}, "float16'.*mixed_bfloat16"),
+        (small, V5E | {"batch_size": 30, "devices": 4}, "=30, devices=4"),
+        (narrow, {"target": "v6e"}, "no float16 products"),
+        (keras.Sequential, {}, "must be built.*keras.Input"),
         (lambda: np.zeros(3), {}, "model="),
     ],
 )
 def test_wrong_arguments_say_what_to_write(make, arguments, message):
     arguments = {"batch_size": 32, **arguments}
     with pytest.raises((TypeError, ValueError), match=message):
-        tfmix.hardware.compile_for(make(), **arguments)
+        compile_for(make(), **arguments)

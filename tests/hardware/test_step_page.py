@@ -42,13 +42,8 @@ def page_of(report, tmp_path):
 
 def test_the_page_names_model_and_versions_and_scrolls_on_a_phone(tmp_path):
     page = page_of(STEP, tmp_path)
-    for known in (
-        "my_model",
-        f"Keras {keras.__version__}",
-        f"tfmix {tfmix.__version__}",
-        'name="viewport"',
-        "overflow-x: auto",
-    ):
+    versions = f"Keras {keras.__version__}", f"tfmix {tfmix.__version__}"
+    for known in ("my_model", *versions, 'name="viewport"', "overflow-x: auto"):
         assert known in page
 
 
@@ -72,18 +67,19 @@ def test_a_product_of_integers_does_not_count_as_float32():
     assert step.float32_layers == ("last",)
 
 
-def of_peak(peak):
-    memory = dataclasses.replace(STEP.memory, peak=peak)
-    return dataclasses.replace(STEP, memory=memory)
-
-
 def test_the_least_memory_that_fits_is_named():
-    steps = {"a": of_peak(41), "b": of_peak(39), "c": of_peak(40)}
-    said = compiled_step.CompiledSteps(steps).fitting
-    assert said == "The least memory: b, 0.0 MB."
-    assert (
-        "None fits" in compiled_step.CompiledSteps({"a": of_peak(41)}).fitting
-    )
+    def fitting(**peaks):
+        memory = {
+            k: dataclasses.replace(STEP.memory, peak=n)
+            for k, n in peaks.items()
+        }
+        steps = {
+            k: dataclasses.replace(STEP, memory=m) for k, m in memory.items()
+        }
+        return compiled_step.CompiledSteps(steps).fitting
+
+    assert fitting(a=41, b=39, c=40) == "The least memory: b, 0.0 MB."
+    assert "None fits" in fitting(a=41)
 
 
 def test_memory_is_shown_by_kind():
