@@ -19,18 +19,9 @@ from tfmix import cli, commands
 from tfmix.hardware import compilers
 from tfmix.hardware import target as targets
 
-COMMANDS = [
-    *("advise", "bench", "check", "compile", "convert", "demo", "devices"),
-    *("doctor", "run"),
-]
+COMMANDS = "advise bench check compile convert demo devices doctor run".split()
 ROWS = 12
-
-
-def run(capsys, *words):
-    """Runs a command in this process; returns code, output and errors."""
-    code = cli.main(list(words))
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+LOSS = "sparse_categorical_crossentropy"
 
 
 @pytest.fixture(scope="module")
@@ -66,21 +57,39 @@ def folder(tmp_path_factory):
     return path
 
 
-def checked(capsys, folder, model, data, *words):
-    paths = (str(folder / model), "--data", str(folder / data))
-    return run(capsys, "check", *paths, *words)
+@pytest.fixture
+def run(capsys, folder, monkeypatch):
+    """Returns a function that runs a line of words beside the files."""
+    monkeypatch.chdir(folder)
+
+    def run(line):
+        code = cli.main(line.split())
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
 
 
-def test_devices_prints_a_table_and_why_auto_is_what_it_is(capsys):
-    code, out, err = run(capsys, "devices")
+@pytest.fixture
+def data(run):
+    """Returns a function that runs a line, and reads the JSON it prints."""
+
+    def data(line, expected=cli.OK):
+        code, out, _ = run(f"{line} --json")
+        assert code == expected
+        return json.loads(out)
+
+    return data
+
+
+def test_devices_prints_a_table_and_why_auto_is_what_it_is(run, data):
+    code, out, err = run("devices")
     assert (code, err) == (cli.OK, "")
     assert "CPU" in out
     assert "'auto' is '" in out
-    code, out, _ = run(capsys, "devices", "--json")
-    data = json.loads(out)
-    assert code == cli.OK
-    assert data["auto"] in ("float32", "mixed_float16", "mixed_bfloat16")
-    assert {"kind", "name", "float16"} <= set(data["devices"][0])
+    found = data("devices")
+    assert found["auto"] in ("float32", "mixed_float16", "mixed_bfloat16")
+    assert {"kind", "name", "float16"} <= set(found["devices"][0])
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -103,25 +112,27 @@ def test_every_command_is_listed_in_the_help_but_for_developers(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("line", "message"),
     [
-        (["chek", "m.keras"], "Did you mean 'check'?"),
-        (["devics"], "Did you mean 'devices'?"),
-        (["nothing"], "usage: tfmix"),
-        (["devices", "--nothing"], "usage: tfmix"),
-        (["demo", "--epochs", "many"], "usage: tfmix"),
+        ("chek m.keras", "Did you mean 'check'?"),
+        ("devics", "Did you mean 'devices'?"),
+        ("nothing", "usage: tfmix"),
+        ("devices --nothing", "usage: tfmix"),
+        ("demo --epochs many", "usage: tfmix"),
     ],
 )
-def test_wrong_words_exit_with_2_and_say_what_is_right(capsys, words, message):
+def test_wrong_words_exit_with_2_and_say_what_is_right(capsys, line, message):
     with pytest.raises(SystemExit) as stopped:
-        cli.main(words)
+        cli.main(line.split())
     assert stopped.value.code == cli.BAD_INPUT
     assert message in capsys.readouterr().err
 
 
 CHECK = "check good.keras --data batch.npz"
 COMPILE = "compile good.keras --batch 32"
-# What a command is given, and what it says of it.
+# The packages without which a command cannot begin.
+NEEDED = {"demo": "sklearn", "bench": "benchmarks"}
+# Wrong words of commands, and the messages.
 WRONG_INPUT = {
     "check none.keras --data batch.npz": "There is no file .*none.keras",
     "check . --data batch.npz": "is a directory",
@@ -160,23 +171,21 @@ WRONG_INPUT = {
 }
 
 
-@pytest.mark.parametrize("words", WRONG_INPUT)
-def test_a_command_says_what_is_wrong_and_writes_nothing(
-    capsys, folder, monkeypatch, words
-):
-    command, *_ = words.split()
-    if command == "demo":
-        pytest.importorskip("sklearn", reason="the demo trains on its digits")
-    if command == "bench":
-        pytest.importorskip("benchmarks")
-    monkeypatch.chdir(folder)
-    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-    code, out, err = run(capsys, *words.split())
+@pytest.mark.parametrize("line", WRONG_INPUT)
+def test_a_command_says_what_is_wrong_and_writes_nothing(run, folder, line):
+    command = line.split()[0]
+    if command in NEEDED:
+        pytest.importorskip(NEEDED[command])
+
+    def written():
+        return {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+
+    before = written()
+    code, out, err = run(line)
     assert (code, out) == (cli.BAD_INPUT, "")
-    assert re.search(WRONG_INPUT[words], err, re.IGNORECASE | re.DOTALL)
+    assert re.search(WRONG_INPUT[line], err, re.IGNORECASE | re.DOTALL)
     assert err.startswith(f"tfmix {command}: error: ")
-    after = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-    assert after == before
+    assert written() == before
 
 
 @pytest.mark.parametrize("command", ["advise", "compile"])
@@ -186,70 +195,64 @@ def test_rows_have_one_name_in_all_commands_and_a_short_one(command):
         assert cli.build_parser().parse_args(words).batch_size == 8
 
 
-def test_a_pipe_is_as_wide_as_the_environment_says(capsys, folder, monkeypatch):
+def test_a_pipe_is_as_wide_as_the_environment_says(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
-    words = ("check", str(folder / "good.keras"))
-    cli.main([*words, "--data", str(folder / "batch.npz")])
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 60
+    _, out, _ = run(CHECK)
+    assert max(map(len, out.splitlines())) <= 60
 
 
-def test_the_demo_without_its_data_says_what_to_install(capsys, monkeypatch):
+def test_the_demo_without_its_data_says_what_to_install(run, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    code, _, err = run(capsys, "demo")
+    code, _, err = run("demo")
     assert code == cli.BAD_INPUT
     assert "pip install scikit-learn" in err
 
 
-def test_check_finds_a_healthy_model_healthy(capsys, folder):
-    code, out, _ = checked(capsys, folder, "good.keras", "batch.npz")
+def test_check_finds_a_healthy_model_healthy_and_says_how_many_rows(run):
+    code, out, _ = run(f"{CHECK} --rows 100")
     assert code == cli.OK
     assert "mixed_float16 against float32: healthy" in out
+    assert "rows of the file" not in out
+    _, out, _ = run(f"{CHECK} --rows 4")
+    assert "The first 4 rows of the file were checked" in out
 
 
-def test_check_says_how_many_rows_it_took(capsys, folder):
-    words = ("good.keras", "batch.npz", "--rows")
-    _, some, _ = checked(capsys, folder, *words, "4")
-    assert "The first 4 rows of the file were checked" in some
-    _, every, _ = checked(capsys, folder, *words, "100")
-    assert "rows of the file" not in every
-
-
-def test_check_names_the_layer_and_the_line_that_mends_it(capsys, folder):
-    code, out, _ = checked(capsys, folder, "bad.keras", "batch.npz")
+def test_check_names_the_layer_and_suggests_a_policy(run, data):
+    bad = CHECK.replace("good", "bad")
+    code, out, _ = run(bad)
     assert code == cli.UNHEALTHY
     assert 'Dense(..., name="first", dtype="float32")' in out.splitlines()
-
-
-def test_check_as_json_suggests_a_policy(capsys, folder):
-    words = ("--json", "--suggest", "--policy", "mixed_float16")
-    code, out, _ = checked(capsys, folder, "bad.keras", "batch.npz", *words)
-    data = json.loads(out)
-    assert code == cli.UNHEALTHY
-    assert data["healthy"] is False
-    worst = data["rows"][0]
+    line = f"{bad} --suggest --policy mixed_float16"
+    found = data(line, cli.UNHEALTHY)
+    assert found["healthy"] is False
+    worst = found["rows"][0]
     assert (worst["layer"], worst["verdict"]) == ("first", "overflow")
-    assert "'first'" in data["notes"][0]
-    # What it adds, not the layers that are in float32 anyhow.
-    assert "softmax" not in data["notes"][0].lower()
+    assert "'first'" in found["notes"][0]
+    # The note has what the policy adds, not layers that are in float32 anyhow.
+    assert "softmax" not in found["notes"][0].lower()
 
 
-@pytest.mark.parametrize("data", ["inputs.npy", "named.npz"])
-def test_check_without_targets_looks_at_the_forward_pass(capsys, folder, data):
-    code, out, _ = checked(capsys, folder, "good.keras", data, "--json")
-    assert code == cli.OK
-    phases = {row["phase"] for row in json.loads(out)["rows"]}
-    assert "forward" in phases
-    assert "backward" not in phases
-
-
-def test_check_of_a_model_without_a_loss_says_what_was_left_out(capsys, folder):
-    _, out, _ = checked(capsys, folder, "plain.keras", "batch.npz", "--json")
-    assert "only the forward pass" in json.loads(out)["notes"][0]
-    words = ("--loss", "sparse_categorical_crossentropy", "--json")
-    _, out, _ = checked(capsys, folder, "plain.keras", "batch.npz", *words)
-    data = json.loads(out)
-    assert not data["notes"]
-    assert "backward" in {row["phase"] for row in data["rows"]}
+@pytest.mark.parametrize(
+    ("line", "phases"),
+    [
+        ("good.keras --data inputs.npy", {"forward"}),
+        ("good.keras --data named.npz", {"forward"}),
+        ("plain.keras --data batch.npz", {"forward"}),
+        (
+            f"plain.keras --data batch.npz --loss {LOSS}",
+            {"forward", "backward"},
+        ),
+    ],
+)
+def test_check_without_targets_or_loss_looks_at_the_forward_pass(
+    data, line, phases
+):
+    found = data(f"check {line}")
+    seen = {row["phase"] for row in found["rows"]}
+    assert seen & {"forward", "backward"} == phases
+    if line.startswith("plain"):
+        notes = "".join(found["notes"])
+        assert ("only the forward pass" in notes) is (LOSS not in line)
 
 
 @pytest.mark.parametrize("kind", [list, dict])
@@ -262,28 +265,17 @@ def test_arrays_by_name_take_the_structure_of_the_inputs(kind):
     assert commands.arranged(arrays, model) == expected
 
 
-def advised(capsys, path, *words):
-    return run(capsys, "advise", str(path), *words)
-
-
-def test_advise_prints_shapes_padding_and_bytes(capsys, folder):
-    words = ("--batch-size", "32")
-    code, out, err = advised(capsys, folder / "good.keras", *words)
+def test_advise_prints_shapes_padding_and_bytes(run, data):
+    code, out, err = run("advise good.keras --batch-size 32")
     assert (code, err) == (cli.OK, "")
     last = next(line for line in out.splitlines() if "last" in line)
     assert "(32, 16, 3)" in last
     assert "n 3 -> 8" in last
     assert "mixed_bfloat16" in out
-
-
-def test_advise_as_json_counts_the_slots_of_the_saved_optimizer(capsys, folder):
-    words = ("--batch-size", "32", "--json")
-    code, out, _ = advised(capsys, folder / "good.keras", *words)
-    assert code == cli.OK
-    data = json.loads(out)
-    assert {row["layer"] for row in data["rows"]} == {"first", "last"}
+    found = data("advise good.keras --batch-size 32")
+    assert {row["layer"] for row in found["rows"]} == {"first", "last"}
     weights = 4 * (8 * 16 + 16 + 16 * 3 + 3)
-    memory = data["memory"]["mixed_float16"]
+    memory = found["memory"]["mixed_float16"]
     assert memory["weights"] == weights
     # Adam's two moments, and its learning rate.
     assert 2 * weights <= memory["slots"] <= 2 * weights + 32
@@ -293,122 +285,103 @@ def own_loss(y_true, y_pred):
     return keras.ops.mean(keras.ops.square(y_true - y_pred))
 
 
-def test_advise_needs_no_loss_of_the_users_own(capsys, tmp_path):
+def test_advise_needs_no_loss_of_the_users_own_and_takes_shapes(run, tmp_path):
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)])
     model.compile("sgd", own_loss)
     model.save(tmp_path / "own.keras")
-    words = ("--batch-size", "2")
-    assert advised(capsys, tmp_path / "own.keras", *words)[0] == cli.OK
-
-
-def compiled(capsys, path, *words):
-    return run(capsys, "compile", str(path), "--batch", "32", *words)
+    assert run(f"advise {tmp_path}/own.keras --batch-size 2")[0] == cli.OK
+    line = "advise long.keras --batch-size 8 --input-shape 5 3"
+    code, out, _ = run(line)
+    assert code == cli.OK
+    assert "(40, 3, 2)" in out
 
 
 @pytest.mark.skipif(
     bool(compilers.missing(targets.find("h200"))),
     reason="no compiler for an H200: run `make targets`",
 )
-def test_compile_says_what_an_h200_would_run(capsys, folder, tmp_path):
+def test_compile_says_what_an_h200_would_run(data, tmp_path):
     page = tmp_path / "step.html"
-    words = ("--target", "h200", "--json", "--html", str(page))
-    code, out, _ = compiled(capsys, folder / "good.keras", *words)
-    assert code == cli.OK
-    data = json.loads(out)
-    assert (data["policy"], data["target"]) == ("mixed_float16", "h200")
-    assert {row["dtype"] for row in data["rows"]} == {"float16"}
-    assert data["memory"]["fits"]
+    found = data(f"{COMPILE} --target h200 --html {page}")
+    assert (found["policy"], found["target"]) == ("mixed_float16", "h200")
+    assert {row["dtype"] for row in found["rows"]} == {"float16"}
+    assert found["memory"]["fits"]
     assert "first" in page.read_text(encoding="utf-8")
 
 
-def test_advise_takes_the_shape_of_a_row(capsys, folder):
-    words = ("--batch-size", "8", "--input-shape", "5", "3")
-    code, out, _ = advised(capsys, folder / "long.keras", *words)
-    assert code == cli.OK
-    assert "(40, 3, 2)" in out
-
-
-def converted(capsys, source, target, *words):
-    return run(capsys, "convert", str(source), str(target), *words)
-
-
 @pytest.mark.costly
-@pytest.mark.parametrize("words", [[], ["--inference"]])
+@pytest.mark.parametrize("option", ["", "--inference"])
 def test_convert_writes_a_model_that_predicts_nearly_the_same(
-    capsys, folder, tmp_path, words
+    data, tmp_path, option
 ):
     source = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)])
     source.compile("sgd", loss="mse")
-    x = np.load(folder / "inputs.npy")
+    x = np.load("inputs.npy")
     source.fit(x, x[:, :3], verbose=0)
     source.save(tmp_path / "source.keras")
-    target = tmp_path / "target.keras"
-    words = [*words, "--policy", "O2", "--json"]
-    code, out, _ = converted(capsys, tmp_path / "source.keras", target, *words)
-    assert code == cli.OK
-    assert json.loads(out)["target"] == str(target)
+    target = f"{tmp_path}/target.keras"
+    found = data(
+        f"convert {tmp_path}/source.keras {target} --policy O2 {option}"
+    )
+    assert found["target"] == target
     model = keras.saving.load_model(target)
-    assert model.compiled is ("--inference" not in words)
+    assert model.compiled is (not option)
     helpers.assert_close(
         model.predict(x, verbose=0), source.predict(x, verbose=0), "float16"
     )
 
 
-def test_convert_prints_what_became_of_each_layer(capsys, folder, tmp_path):
-    words = ("--policy", "mixed_bfloat16")
+def test_convert_prints_what_became_of_each_layer(run, data, tmp_path):
     target = tmp_path / "new.keras"
-    code, out, _ = converted(capsys, folder / "good.keras", target, *words)
+    line = f"convert good.keras {target} --policy mixed_bfloat16"
+    code, out, _ = run(line)
     assert code == cli.OK
     assert "first" in out
     assert f"written: {target}" in out
     assert target.is_file()
-    words = ("--policy", "auto", "--json")
-    target = tmp_path / "auto.keras"
-    _, out, _ = converted(capsys, folder / "good.keras", target, *words)
-    assert json.loads(out)["notes"][0].startswith("'auto' is '")
+    found = data(f"convert good.keras {tmp_path}/auto.keras --policy auto")
+    assert found["notes"][0].startswith("'auto' is '")
 
 
-def test_an_interrupted_command_ends_as_a_shell_expects(capsys, monkeypatch):
-    def interrupted():
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(commands, "devices", interrupted)
-    code, _, err = run(capsys, "devices")
-    assert code == 130
-    assert err == "tfmix devices: interrupted\n"
-
-
-def test_an_error_of_our_own_is_not_dressed_up_as_bad_input(monkeypatch):
+def raises(error):
     def broken():
-        raise ZeroDivisionError
+        raise error
 
-    monkeypatch.setattr(commands, "devices", broken)
+    return broken
+
+
+def test_an_interrupted_command_ends_as_a_shell_expects(run, monkeypatch):
+    monkeypatch.setattr(commands, "devices", raises(KeyboardInterrupt))
+    assert run("devices") == (130, "", "tfmix devices: interrupted\n")
+
+
+def test_an_error_of_our_own_is_not_dressed_up_as_bad_input(run, monkeypatch):
+    monkeypatch.setattr(commands, "devices", raises(ZeroDivisionError))
     with pytest.raises(ZeroDivisionError):
-        cli.main(["devices"])
+        run("devices")
 
 
-def test_bench_lists_what_can_be_run(capsys):
+def test_bench_lists_what_can_be_run(run, data):
     pytest.importorskip("benchmarks")
-    code, out, _ = run(capsys, "bench", "--list")
+    code, out, _ = run("bench --list")
     assert code == cli.OK
     assert {"overhead", "faults", "gpu"} <= set(out.split())
-    code, out, _ = run(capsys, "bench", "--list", "--json")
-    assert "overhead" in json.loads(out)
+    assert "overhead" in data("bench --list")
 
 
 def test_bench_away_from_a_checkout_says_where_to_run_it(
-    capsys, monkeypatch, tmp_path
+    run, monkeypatch, tmp_path
 ):
     elsewhere = tmp_path / "tfmix" / "commands.py"
     monkeypatch.setattr(commands, "__file__", str(elsewhere))
-    code, _, err = run(capsys, "bench")
+    code, _, err = run("bench")
     assert code == cli.BAD_INPUT
     assert "Run `tfmix bench` from a checkout" in err
 
 
 @pytest.mark.parametrize("returncode", [0, 1])
 def test_bench_passes_on_what_became_of_the_runs(
-    capsys, monkeypatch, returncode
+    run, data, monkeypatch, returncode
 ):
     pytest.importorskip("benchmarks")
     asked = []
@@ -419,30 +392,23 @@ def test_bench_passes_on_what_became_of_the_runs(
         return subprocess.CompletedProcess([], returncode, out)
 
     monkeypatch.setattr(commands, "_benchmarks", started)
-    code, out, _ = run(capsys, "bench", "faults", "--json")
-    assert code == returncode
-    assert json.loads(out) == [{"name": "faults"}]
+    assert data("bench faults", returncode) == [{"name": "faults"}]
     assert asked[-1] == ["faults", "--json"]
-    code, out, _ = run(capsys, "bench", "faults")
+    code, out, _ = run("bench faults")
     assert code == returncode
     assert "faults" in out
-
-
-def in_a_shell(folder, *words):
-    return processes.python("-m", "tfmix", *words, cwd=folder)
 
 
 def test_python_dash_m_runs_it_in_a_terminal_and_passes_the_exit_code_on():
     pty = pytest.importorskip("pty", reason="a terminal, which Windows lacks")
     ours, theirs = pty.openpty()
-    command = "check", "none.keras", "--data", "none.npz"
-    root = str(processes.ROOT)
-    env = {**os.environ, "PYTHONPATH": root, "TERM": "xterm"}
+    words = "-m tfmix check none.keras --data none.npz".split()
+    env = {**os.environ, "PYTHONPATH": str(processes.ROOT), "TERM": "xterm"}
     if importlib.util.find_spec("jax") is not None:
         # Keras imports it in half the time.
         env["KERAS_BACKEND"] = "jax"
     done = subprocess.run(
-        [sys.executable, "-m", "tfmix", *command],
+        [sys.executable, *words],
         env=env,
         stderr=theirs,
         stdout=subprocess.DEVNULL,
@@ -455,33 +421,27 @@ def test_python_dash_m_runs_it_in_a_terminal_and_passes_the_exit_code_on():
     assert "Traceback" not in shown
 
 
-TO = ("shell.keras", "--policy")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "code", "message"),
+    ("line", "code", "message"),
     [
-        (("devices",), cli.OK, ""),
-        (("devices", "cpu"), cli.BAD_INPUT, "cpu"),
-        (("advise", "good.keras", "--batch-size", "8"), cli.OK, ""),
-        (("advise", "text.keras", "--batch-size", "8"), 2, "cannot load"),
-        (("advise", "good.keras"), cli.BAD_INPUT, "--batch-size"),
-        (CHECK.split(), cli.OK, ""),
-        (CHECK.replace("good", "bad").split(), cli.UNHEALTHY, ""),
-        (CHECK.replace("good", "text").split(), 2, "Keras cannot load"),
-        (("convert", "good.keras", *TO, "O2"), cli.OK, ""),
-        (("convert", "good.keras", *TO, "O9"), cli.BAD_INPUT, "O9"),
-        (("demo", "--epochs", "1", "--seeds", "1"), None, ""),
-        (("demo", "--epochs", "0"), cli.BAD_INPUT, "epochs=0"),
-        (("bench", "--list"), cli.OK, ""),
-        (("bench", "sparse_memory"), cli.OK, "about 2 min"),
-        (("bench", "no-such"), cli.BAD_INPUT, "['no-such']"),
+        ("devices", cli.OK, ""),
+        ("devices cpu", cli.BAD_INPUT, "cpu"),
+        ("advise good.keras --batch-size 8", cli.OK, ""),
+        ("advise good.keras", cli.BAD_INPUT, "--batch-size"),
+        (CHECK, cli.OK, ""),
+        (CHECK.replace("good", "bad"), cli.UNHEALTHY, ""),
+        (CHECK.replace("good", "text"), cli.BAD_INPUT, "Keras cannot load"),
+        ("convert good.keras shell.keras --policy O2", cli.OK, ""),
+        ("convert good.keras shell.keras --policy O9", cli.BAD_INPUT, "O9"),
+        ("demo --epochs 1 --seeds 1", None, ""),
+        ("bench --list", cli.OK, ""),
+        ("bench sparse_memory", cli.OK, "about 2 min"),
     ],
 )
-def test_every_command_runs_in_a_shell(folder, words, code, message):
-    words = [words[0], "--json", *words[1:]]
-    done = in_a_shell(folder, *words)
+def test_every_command_runs_in_a_shell(folder, line, code, message):
+    words = ("-m", "tfmix", *line.split(), "--json")
+    done = processes.python(*words, cwd=folder)
     if code is None:
         # One seed may or may not reach the demo's goal; the output says it.
         reached = json.loads(done.stdout)["healthy"]
