@@ -6,6 +6,7 @@ numbers, and its callbacks must make the same decisions.
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -17,6 +18,7 @@ import numpy as np
 from keras import ops
 
 import tfmix
+from tests import helpers
 
 BATCH = 4
 BACKEND = keras.backend.backend()
@@ -162,7 +164,7 @@ REPORTS = {
 }
 
 
-@keras.saving.register_keras_serializable("grid")
+@register
 class Lowest(keras.metrics.Metric):
     """A metric that does not start at zero."""
 
@@ -194,7 +196,7 @@ METRICS = {
 # --- the kinds of models, and how they are created -------------------------
 
 
-@keras.saving.register_keras_serializable("grid")
+@register
 class JoinsInCall(keras.layers.Layer):
     def call(self, x):
         return keras.layers.concatenate([x, 1.0 - x])
@@ -492,7 +494,7 @@ def _run_in(case, policy, folder):
 def _model(case, policy, arrays):
     """Creates a model under a policy, and compiles it without one."""
     name, made = case.model.split("+")
-    with _strategy(case).scope():
+    with _scope(case):
         with tfmix.policy_scope(policy or "float32"):
             model = MODELS[name](REPORTS[case.reports])
         model = MADE.get(made, lambda model: model)(model)
@@ -540,21 +542,10 @@ def _flat(logs):
     return logs.get("all", logs)
 
 
-def _strategy(case):
-    if BACKEND == "tensorflow":
-        import tensorflow as tf
-
-        from tests import helpers
-
-        if case.mode == "replicas":
-            return helpers.mirrored_strategy()
-        return tf.distribute.get_strategy()
-    return _NoStrategy()
-
-
-class _NoStrategy:
-    def scope(self):
-        return tfmix.policy_scope(tfmix.global_policy())
+def _scope(case):
+    if case.mode == "replicas":
+        return helpers.mirrored_strategy().scope()
+    return contextlib.nullcontext()
 
 
 def _data(case, planted):

@@ -271,35 +271,6 @@ def test_make_docs_counts_warnings():
     assert re.search(r"mkdocs build --strict$", makefile, re.M)
 
 
-REMAT = {
-    "activations": {"tensorflow": True, "jax": True},
-    "full": {"tensorflow": False, "jax": True},
-    "larger_than": {"tensorflow": False, "jax": False},
-    "list_of_layers": {"tensorflow": True, "jax": True},
-}
-
-
-@pytest.mark.parametrize("mode", REMAT)
-def test_the_guide_says_which_modes_of_remat_scope_train(mode):
-    settings = {"output_size_threshold": 16, "layer_names": ["first"]}
-    inputs = np.random.default_rng(0).normal(size=(32, 8)).astype("float32")
-    with tfmix.policy_scope("mixed_bfloat16"):
-        with keras.RematScope(mode=mode, **settings):
-            model = keras.Sequential(
-                [
-                    keras.Input((8,)),
-                    keras.layers.Dense(64, activation="gelu", name="first"),
-                    keras.layers.Dense(4),
-                ]
-            )
-    model.compile("sgd", "mse", jit_compile=False)
-    if REMAT[mode][keras.backend.backend()]:
-        model.fit(inputs, np.ones((32, 4)), verbose=0)
-    else:
-        with pytest.raises((TypeError, ValueError)):
-            model.fit(inputs, np.ones((32, 4)), verbose=0)
-
-
 def letters(page):
     """Returns the letters of the table of ways, and the tests by letter."""
     table, _, tests = page.partition("## Tests")

@@ -6,19 +6,22 @@ import os
 import keras
 import pytest
 
-from tests import processes
+from tests import helpers, processes
 
 HEAVY = ("matplotlib", "pandas", "sklearn", "tensorboard", "tensorflow")
 MOST_CALLS = 90_000  # function calls on top of those of `import keras`
 
-# Blocking a module is a stronger check than looking for it afterwards: Keras
-# itself imports matplotlib if it is installed.
-BLOCKED = """
-import sys
-for name in {blocked!r}:
-    sys.modules[name] = None
-import {module}
+TRAINING = """
+import keras, numpy as np, tfmix
+tfmix.set_global_policy("mixed_float16")
+model = keras.Sequential([keras.layers.Dense(2), tfmix.float32_output()])
+model.compile("adam", loss="mse")
+x = np.ones((64, 4), "float32")
+x[0] = np.nan
+model.fit(x, x[:, :2], batch_size=32, shuffle=False, verbose=0)
+print(model.optimizer.skipped_steps)
 """
+
 
 # Calls are counted instead of seconds, because a count is the same on every
 # machine. 90,000 calls take a tenth of a second or two.
@@ -36,20 +39,16 @@ print(json.dumps([calls, sorted(set(sys.modules) - before)]))
 """
 
 
-def run(code, folder=processes.ROOT, backend=None):
-    backend = backend or keras.backend.backend()
+def run(code, folder=processes.ROOT, blocked=(), backend=None):
+    """Runs code in a process that cannot import some modules."""
+    # Blocking is a stronger check than looking for a module afterwards: Keras
+    # itself imports matplotlib if it is installed.
+    blocking = f"import sys; sys.modules |= dict.fromkeys({blocked!r})\n"
     path = os.pathsep.join([str(folder), str(processes.ROOT)])
-    return processes.python("-c", code, KERAS_BACKEND=backend, PYTHONPATH=path)
-
-
-def imports_without(module, blocked, folder=processes.ROOT, backend="jax"):
-    """Returns whether a module can be imported while others are blocked."""
-    code = BLOCKED.format(module=module, blocked=blocked)
-    done = run(code, folder, backend)
-    if done.returncode:
-        last = done.stderr.strip().splitlines()[-1]
-        assert last.startswith("ModuleNotFoundError"), done.stderr
-    return done.returncode == 0
+    backend = backend or keras.backend.backend()
+    return processes.python(
+        "-c", blocking + code, KERAS_BACKEND=backend, PYTHONPATH=path
+    )
 
 
 def cost_of_import(module, folder=processes.ROOT):
@@ -70,16 +69,6 @@ def heavy_module(tmp_path):
     return tmp_path
 
 
-@pytest.mark.slow
-def test_import_under_jax_needs_neither_tensorflow_nor_matplotlib():
-    pytest.importorskip("jax")
-    assert imports_without("tfmix", HEAVY)
-
-
-def test_the_import_check_fails_on_a_module_that_needs_one(heavy_module):
-    assert not imports_without("heavy", HEAVY, heavy_module)
-
-
 def test_import_is_quick_and_adds_nothing_heavy():
     calls, added = cost_of_import("tfmix")
     assert calls <= MOST_CALLS
@@ -87,8 +76,32 @@ def test_import_is_quick_and_adds_nothing_heavy():
     assert not added & set(HEAVY)
 
 
+@helpers.requires_backend("jax")
+def test_training_on_jax_needs_nothing_heavy():
+    done = run(TRAINING, blocked=HEAVY)
+    assert done.stdout.strip() == "1", done.stderr
+
+
 @pytest.mark.slow
-def test_the_cost_check_fails_on_a_slow_and_heavy_module(heavy_module):
+@helpers.requires_backend("jax")
+def test_training_on_jax_does_not_import_tensorflow():
+    asked = 'print("tensorflow" in sys.modules, "jax" in sys.modules)'
+    done = run(TRAINING + asked)
+    assert done.stdout.split() == ["1", "False", "True"], done.stderr
+
+
+def test_the_error_without_a_backend_names_what_to_install():
+    done = run("import tfmix", blocked=("tensorflow",), backend="tensorflow")
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: tfmix needs Keras and its backend")
+    assert "no module 'tensorflow" in last
+    assert "pip install 'keras>=3.12' jax`" in last
+
+
+@pytest.mark.slow
+def test_the_checks_fail_on_a_slow_and_heavy_module(heavy_module):
     calls, added = cost_of_import("heavy", heavy_module)
     assert calls > MOST_CALLS
     assert added & set(HEAVY) == {"tensorboard"}
+    done = run("import heavy", heavy_module, blocked=HEAVY)
+    assert "ModuleNotFoundError" in done.stderr

@@ -8,7 +8,7 @@ import zipfile
 
 import pytest
 
-from tests import helpers, processes
+from tests import processes
 from tests.tree import ROOT
 
 
@@ -91,47 +91,6 @@ def test_every_imported_package_is_a_requirement(options):
     packages = {"absl": "absl-py"}
     # JAX is an extra, which is only imported under its backend.
     assert {packages.get(top, top) for top in needed - {"jax"}} == set(named)
-
-
-def without(blocked, backend, code):
-    """Runs code in a process that cannot import a module."""
-    blocking = f"import sys; sys.modules[{blocked!r}] = None\n"
-    return processes.python("-c", blocking + code, KERAS_BACKEND=backend)
-
-
-TRAINING = """
-import keras, numpy as np, tfmix
-tfmix.set_global_policy("mixed_float16")
-model = keras.Sequential([keras.layers.Dense(2), tfmix.float32_output()])
-model.compile("adam", loss="mse")
-x = np.ones((64, 4), "float32")
-x[0] = np.nan
-model.fit(x, x[:, :2], batch_size=32, shuffle=False, verbose=0)
-print(model.optimizer.skipped_steps)
-"""
-
-
-@helpers.requires_backend("jax")
-def test_training_on_jax_needs_no_tensorflow():
-    done = without("tensorflow", "jax", TRAINING)
-    assert done.stdout.strip() == "1", done.stderr
-
-
-@pytest.mark.slow
-@helpers.requires_backend("jax")
-def test_training_on_jax_does_not_import_tensorflow():
-    asked = 'print("tensorflow" in sys.modules, "jax" in sys.modules)'
-    # The blocked module does not exist, so nothing is really blocked.
-    done = without("no_such_module", "jax", TRAINING + asked)
-    assert done.stdout.split() == ["1", "False", "True"], done.stderr
-
-
-def test_the_error_without_a_backend_names_what_to_install():
-    done = without("tensorflow", "tensorflow", "import tfmix")
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("ImportError: tfmix needs Keras and its backend")
-    assert "no module 'tensorflow" in last
-    assert "pip install 'keras>=3.12' jax`" in last
 
 
 @pytest.mark.slow

@@ -16,46 +16,47 @@ class Terminal(io.StringIO):
         return True
 
 
-def lines_shown(monkeypatch, stream, **settings):
-    monkeypatch.setattr(sys, "stderr", stream)
+def terminal(monkeypatch, stream=None):
+    """Puts a terminal, or another stream, in place of `sys.stderr`."""
     # rich also reads the environment.
     monkeypatch.setenv("TERM", "xterm")
-    with _progress.shown("Working", **settings) as say:
-        say("Working: 2 of 3")
-    return stream.getvalue()
+    monkeypatch.setattr(sys, "stderr", stream or Terminal())
+    return sys.stderr
 
 
-def test_a_terminal_shows_the_line(monkeypatch):
-    assert "Working: 2 of 3" in lines_shown(monkeypatch, Terminal())
-
-
-def test_a_known_share_is_shown_as_a_bar(monkeypatch):
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("TERM", "xterm")
+@pytest.mark.parametrize(
+    ("share", "shown"), [((), "Working: 2"), ((0.5,), "━" * 10)]
+)
+def test_a_terminal_shows_the_line_and_a_known_share_as_a_bar(
+    monkeypatch, share, shown
+):
+    stream = terminal(monkeypatch)
     with _progress.shown("Working") as say:
-        say("Working", 0.5)
-    half = "━" * 10
-    assert f"{half}" in terminal.getvalue().split("Working")[-1]
+        say("Working: 2", *share)
+    assert shown in stream.getvalue()
 
 
-def test_only_a_terminal_shows_progress(monkeypatch):
-    assert not lines_shown(monkeypatch, io.StringIO())
-    assert not lines_shown(monkeypatch, Terminal(), hidden=True)
+@pytest.mark.parametrize(
+    ("kind", "hidden"), [(io.StringIO, False), (Terminal, True)]
+)
+def test_only_a_terminal_shows_progress(monkeypatch, kind, hidden):
+    stream = terminal(monkeypatch, kind())
+    with _progress.shown("Working", hidden=hidden) as say:
+        say("Working: 2")
+    assert not stream.getvalue()
 
 
-@pytest.mark.parametrize("what", ["check", "convert"])
-def test_slow_functions_show_progress(what, monkeypatch):
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda model: tfmix.check(model, np.ones((8, 4))), "Checking"),
+        (lambda model: tfmix.convert_model(model, "bfloat16"), "Converting"),
+    ],
+    ids=["check", "convert"],
+)
+def test_slow_functions_show_progress(monkeypatch, call, expected):
+    stream = terminal(monkeypatch)
     keras.config.set_dtype_policy("mixed_float16")
     layers = [keras.layers.Dense(4), tfmix.float32_output()]
-    model = keras.Sequential([keras.Input((4,)), *layers])
-    x = np.ones((8, 4), "float32")
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-    if what == "check":
-        tfmix.check(model, x)
-    else:
-        tfmix.convert_model(model, "bfloat16")
-    expected = "Checking" if what == "check" else "Converting"
-    assert expected in terminal.getvalue()
+    call(keras.Sequential([keras.Input((4,)), *layers]))
+    assert expected in stream.getvalue()

@@ -12,6 +12,8 @@ import pytest
 import tfmix
 from tests.tree import ROOT
 
+PACKAGES = {"callbacks", "hardware", "optimizers"}
+
 
 def undocumented(names, text):
     """Returns the names that the text does not mention in code font."""
@@ -22,25 +24,13 @@ def undocumented(names, text):
     ]
 
 
-def test_all_is_sorted_and_without_repetition():
-    assert list(tfmix.__all__) == sorted(set(tfmix.__all__))
-
-
-def test_all_names_everything_public_and_nothing_else():
+def test_all_names_everything_public_in_order_and_nothing_else():
     public = {
         name
         for name, value in vars(tfmix).items()
         if not name.startswith("_") and not inspect.ismodule(value)
     }
-    packages = {
-        name for name in tfmix.__all__ if inspect.ismodule(getattr(tfmix, name))
-    }
-    assert packages == {"callbacks", "hardware", "optimizers"}
-    assert public | packages == set(tfmix.__all__)
-
-
-def test_dir_of_the_module_only_has_public_names():
-    assert dir(tfmix) == tfmix.__all__
+    assert tfmix.__all__ == sorted(public | PACKAGES) == dir(tfmix)
 
 
 @pytest.mark.parametrize("name", tfmix.__all__)
@@ -57,12 +47,10 @@ def test_every_public_name_is_in_the_readme_or_the_docs():
     assert not undocumented(tfmix.__all__, text)
 
 
+API = sorted((ROOT / "docs" / "api").glob("*.md"))
 RECORDS = re.findall(
     r"^::: (tfmix\.\w+\.?[\w.]*\.[A-Z]\w+)$",
-    "\n".join(
-        page.read_text("utf-8")
-        for page in sorted((ROOT / "docs" / "api").glob("*.md"))
-    ),
+    "\n".join(page.read_text("utf-8") for page in API),
     re.M,
 )
 
@@ -77,8 +65,10 @@ def undescribed(record):
 
 def test_the_records_that_users_print_are_in_the_api():
     found = {path.rpartition(".")[2] for path in RECORDS}
-    assert found >= {"Advice", "ConversionReport", "Event", "LayerVerdict"}
-    assert found >= {"CompiledStep", "Device", "NumericsReport", "TensorRanges"}
+    assert found >= {
+        *("Advice", "ConversionReport", "Event", "LayerVerdict"),
+        *("CompiledStep", "Device", "NumericsReport", "TensorRanges"),
+    }
 
 
 @pytest.mark.parametrize("path", RECORDS)
@@ -86,7 +76,7 @@ def test_a_record_describes_its_attributes(path):
     assert not undescribed(pkgutil.resolve_name(path))
 
 
-def test_an_undescribed_field_is_found():
+def test_an_undescribed_field_and_an_undocumented_name_are_found():
     @dataclasses.dataclass
     class Record:
         """A record.
@@ -99,29 +89,19 @@ def test_an_undescribed_field_is_found():
         undescribed: int  # this field has none
 
     assert undescribed(Record) == ["undescribed"]
-
-
-def test_an_undocumented_name_is_found():
     text = "Call `tfmix.guard(model)`, or `check`; guarded, checkers."
     assert undocumented(["check", "guard", "apply"], text) == ["apply"]
 
 
-def test_the_version_matches_the_metadata():
+def test_the_version_is_written_in_one_place():
+    assert re.fullmatch(r"\d+\.\d+\.\d+", tfmix.__version__)
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg", encoding="utf-8")
+    assert config["metadata"]["version"] == "attr: tfmix.__version__"
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"## {tfmix.__version__}" in changelog
     try:
         installed = importlib.metadata.version("tfmix")
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("tfmix is not installed, it is run from the checkout")
     assert installed == tfmix.__version__
-
-
-def test_the_version_is_written_in_one_place():
-    config = configparser.ConfigParser()
-    config.read(ROOT / "setup.cfg", encoding="utf-8")
-    assert config["metadata"]["version"] == "attr: tfmix.__version__"
-    assert re.fullmatch(r"\d+\.\d+\.\d+", tfmix.__version__)
-    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert f"## {tfmix.__version__}" in changelog
-
-
-def test_the_package_is_marked_as_typed():
-    assert (ROOT / "tfmix" / "py.typed").is_file()

@@ -11,7 +11,7 @@ import sys
 import keras
 import pytest
 
-from tests import helpers
+from tests import helpers, processes
 from tests.tree import ROOT
 from tests.wild import test_wild as wild
 from tfmix import cli
@@ -37,20 +37,9 @@ QUICK = {
 }
 
 
-def environment(**variables):
-    known = {k: v for k, v in os.environ.items() if not k.startswith("TFMIX_")}
-    here = str(ROOT)
-    return {**known, "PYTHONPATH": here, "KERAS_BACKEND": BACKEND, **variables}
-
-
 def python(*words, folder=None, **variables):
-    return subprocess.run(
-        [sys.executable, *map(str, words)],
-        env=environment(**variables),
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
+    return processes.python(
+        *words, cwd=folder, KERAS_BACKEND=BACKEND, **variables
     )
 
 
@@ -135,27 +124,24 @@ def test_a_script_runs_as_under_python(name, tmp_path):
 
 @once
 def test_a_module_runs_as_under_python(tmp_path):
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "__init__.py").touch()
-    (tmp_path / "package" / "train.py").write_text(SHOWS_ITSELF)
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "train.py").write_text(SHOWS_ITSELF)
     words = "-m", "package.train", "--epochs", "3"
-    expected = python(*words, folder=tmp_path)
-    done = run(*words, folder=tmp_path)
-    assert done.stdout == expected.stdout
-    assert "package.train" in done.stdout
+    expected = python(*words, folder=tmp_path).stdout
+    assert run(*words, folder=tmp_path).stdout == expected
+    assert "package.train" in expected
 
 
 @once
 def test_another_sitecustomize_is_imported_too(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text("print('theirs')")
-    (tmp_path / "script.py").write_text(
-        "import sitecustomize; print(sitecustomize.__file__)"
-    )
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    done = run(tmp_path / "script.py", PYTHONPATH=path)
+    theirs, script = tmp_path / "sitecustomize.py", tmp_path / "script.py"
+    theirs.write_text("print('theirs')")
+    script.write_text("import sitecustomize; print(sitecustomize.__file__)")
+    done = run(script, PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
     # The process that starts the script has imported it as well.
-    *_, theirs, file = done.stdout.splitlines()
-    assert (theirs, file) == ("theirs", str(tmp_path / "sitecustomize.py"))
+    assert done.stdout.splitlines()[-2:] == ["theirs", str(theirs)]
 
 
 @once
@@ -167,7 +153,7 @@ def test_ctrl_c_reaches_the_script(tmp_path):
     )
     process = subprocess.Popen(
         [sys.executable, "-c", START, "run", str(script)],
-        env=environment(),
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -542,58 +528,35 @@ def test_every_script_of_others_runs(script, tmp_path):
 
 def a_run(**values):
     known = {
-        "policy": "mixed_float16",
-        "dtype": "float16",
-        "why": "asked for",
-        "device": "NVIDIA H100",
-        "fast": True,
-        "failed": "",
-        "ended": "",
-        "steps": 100,
-        "skipped": 0,
-        "cause": "",
-        "milliseconds": 10.0,
-        "first_seconds": 1.0,
-        "peak_bytes": 100 * 2**20,
-        "loss": 0.5,
-        "float32_layers": {},
-        "layers": 3,
-        "float32_ops": (),
-        "fallen": (),
+        **{"policy": "mixed_float16", "dtype": "float16", "why": "asked for"},
+        **{"device": "NVIDIA H100", "fast": True, "failed": "", "ended": ""},
+        **{"steps": 100, "skipped": 0, "cause": "", "milliseconds": 10.0},
+        **{"first_seconds": 1.0, "peak_bytes": 100 * 2**20, "loss": 0.5},
+        **{"float32_layers": {}, "layers": 3, "float32_ops": (), "fallen": ()},
     }
     return report.Run(**{**known, **values})
+
+
+def steps_of(milliseconds):
+    return {"milliseconds": milliseconds}
 
 
 WIDE = {"policy": "float32", "dtype": "float32", "skipped": None}
 
 
+CPU, HALF = {"device": "CPU", "fast": False}, {"peak_bytes": 200 * 2**20}
+
+
 @pytest.mark.parametrize(
     ("narrow", "wide", "said"),
     [
-        ({}, {"milliseconds": 18.0}, "Worth it: 1.80 times as fast as float32"),
-        (
-            {},
-            {"milliseconds": 18.0, "peak_bytes": 200 * 2**20},
-            "float32, with 50% of the memory.",
-        ),
-        (
-            {},
-            {"milliseconds": 10.2, "peak_bytes": 200 * 2**20},
-            "Worth it for memory alone: 1.02 times",
-        ),
-        ({}, {"milliseconds": 10.2}, "may be too small, see `tfmix advise`"),
-        (
-            {"device": "CPU", "fast": False},
-            {"milliseconds": 4.0},
-            "Not worth it: 0.40 times as fast as float32, as this CPU emulates "
-            "float16.",
-        ),
-        (
-            {"device": "CPU", "fast": False},
-            {"milliseconds": 10.5},
-            "Not worth it: 1.05 times as fast as float32. ",
-        ),
-        ({}, {"milliseconds": None}, "too few steps to time"),
+        ({}, steps_of(18.0), "Worth it: 1.80 times as fast as float32"),
+        ({}, steps_of(18.0) | HALF, "float32, with 50% of the memory."),
+        ({}, steps_of(10.2) | HALF, "Worth it for memory alone: 1.02 times"),
+        ({}, steps_of(10.2), "may be too small, see `tfmix advise`"),
+        (CPU, steps_of(4.0), "0.40 times as fast as float32, as this CPU emu"),
+        (CPU, steps_of(10.5), "Not worth it: 1.05 times as fast as float32. "),
+        ({}, steps_of(None), "too few steps to time"),
         ({"policy": "float32"}, {}, "nothing to compare"),
         ({"loss": 0.51}, {}, "The last losses differ by +0.01."),
         ({"loss": 0.9}, {}, "differ by +0.4; so may those of two seeds"),

@@ -4,6 +4,8 @@ import dataclasses
 import itertools
 import types
 
+import pytest
+
 from tests import sampling
 
 
@@ -21,18 +23,15 @@ def test_every_value_occurs_in_as_few_cases_as_the_longest_parameter_has():
     assert frozenset().union(*chosen) == frozenset().union(*cases)
 
 
-def test_a_value_that_is_not_needed_may_be_missing():
-    cases = product("abcd")
-    assert sampling.sample(cases, cases[1] | cases[2]) == [0, 3]
-
-
-def test_one_case_is_kept_if_no_value_is_needed():
-    cases = product("ab")
-    assert sampling.sample(cases, cases[0] | cases[1]) == [0]
-
-
-def test_no_case_gives_an_empty_sample():
-    assert sampling.sample([]) == []
+@pytest.mark.parametrize(
+    ("values", "needless", "chosen"),
+    [("abcd", [1, 2], [0, 3]), ("ab", [0, 1], [0]), ("", [], [])],
+    ids=["a needless value may be missing", "one case is kept", "no case"],
+)
+def test_needless_values_choose_no_case(values, needless, chosen):
+    cases = product(values)
+    needless = frozenset().union(*(cases[n] for n in needless))
+    assert sampling.sample(cases, needless) == chosen
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,15 +47,11 @@ class Item:
 
 
 def items(name, marker="", **parameters):
+    product = itertools.product(*parameters.values())
+    named = [dict(zip(parameters, case, strict=True)) for case in product]
     return [
-        Item(
-            f"{name}[{case}]",
-            marker,
-            types.SimpleNamespace(
-                params=dict(zip(parameters, case, strict=True))
-            ),
-        )
-        for case in itertools.product(*parameters.values())
+        Item(f"{name}[{case}]", marker, types.SimpleNamespace(params=case))
+        for case in named
     ]
 
 
@@ -91,16 +86,16 @@ def test_the_backends_share_the_values_of_a_long_parameter():
         assert {item.callspec.params["b"] for item in each} == {"x", "y"}
 
 
-def test_a_short_parameter_has_all_values_under_each_backend():
-    cases = items("one", a="abc")
+@pytest.mark.parametrize(
+    ("values", "is_shared"), [("abc", True), ("abcdef", False)]
+)
+def test_a_short_parameter_and_a_test_of_one_backend_have_all_values(
+    values, is_shared
+):
+    cases = items("one", a=values)
     for mine in (0, 1):
-        assert quick(cases, shared=cases, mine=mine) == set(cases)
-
-
-def test_a_test_that_is_not_shared_has_all_values():
-    cases = items("one", a="abcdef")
-    for mine in (0, 1):
-        assert quick(cases, mine=mine) == set(cases)
+        kept = quick(cases, shared=cases if is_shared else (), mine=mine)
+        assert kept == set(cases)
 
 
 def test_a_value_of_a_case_that_is_not_shared_is_kept():
@@ -109,13 +104,9 @@ def test_a_value_of_a_case_that_is_not_shared_is_kept():
     assert kept == {cases[n] for n in (0, 1, 2, 4)}
 
 
-def test_the_backends_try_different_combinations():
+def test_other_combinations_per_backend_and_none_of_an_omitted_case():
     cases = items("one", a="xy", b="xy")
     assert quick(cases, mine=0).isdisjoint(quick(cases, mine=1))
-
-
-def test_an_omitted_case_covers_no_value():
-    cases = items("one", a="xy", b="xy")
     assert quick(cases, left_out=cases[:1]) == {cases[1], cases[2]}
 
 

@@ -52,27 +52,19 @@ def model_file(request, tmp_path, trace):
     return path
 
 
-def arguments(command, model, tmp_path):
-    """Returns the arguments of a command on a model."""
-    batch = tmp_path / "batch.npy"
-    np.save(batch, np.ones((2, 4), "float32"))
-    more = {
-        "advise": ["--batch-size=2"],
-        "check": ["--data", str(batch)],
-        "compile": ["--batch=2", "--target=h200"],
-        "convert": [
-            str(tmp_path / "converted.keras"),
-            "--policy=mixed_float16",
-        ],
-    }
-    return [command, str(model), *more[command]]
+# Commands on a model, with the words that follow its name.
+MORE = {
+    "advise": ["--batch-size=2"],
+    "check": ["--data", "batch.npy"],
+    "compile": ["--batch=2", "--target=h200"],
+    "convert": ["converted.keras", "--policy=mixed_float16"],
+}
 
 
-@pytest.mark.parametrize("command", ["advise", "check", "compile", "convert"])
-def test_the_code_in_a_model_is_refused(
-    command, model_file, trace, tmp_path, capsys
-):
-    words = arguments(command, model_file, tmp_path)
+@pytest.mark.parametrize("command", MORE)
+def test_the_code_in_a_model_is_refused(command, model_file, trace, capsys):
+    np.save("batch.npy", np.ones((2, 4), "float32"))
+    words = [command, str(model_file), *MORE[command]]
     assert cli.main(words) == cli.BAD_INPUT
     assert "afe" in capsys.readouterr().err  # Keras's "unsafe", "safe_mode"
     assert not trace.exists()
@@ -83,20 +75,18 @@ def test_the_same_code_runs_if_allowed(model_file, trace):
     assert trace.exists()
 
 
-@pytest.mark.parametrize("name", ["batch.npy", "batch.npz"])
-def test_a_pickle_in_the_data_is_refused(name, trace, tmp_path, capsys):
-    keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)]).save(
-        tmp_path / "model.keras"
-    )
-    array = np.array([Trace(trace)], dtype=object)
-    save = np.save if name.endswith("npy") else np.savez
-    save(tmp_path / name, array, allow_pickle=True)
-    paths = [str(tmp_path / "model.keras"), "--data", str(tmp_path / name)]
-    assert cli.main(["check", *paths]) == cli.BAD_INPUT
+@pytest.mark.parametrize("save", [np.save, np.savez])
+def test_a_pickle_in_the_data_is_refused(save, trace, capsys):
+    layers = [keras.Input((4,)), keras.layers.Dense(2)]
+    keras.Sequential(layers).save("model.keras")
+    name = "batch.npy" if save is np.save else "batch.npz"
+    save(name, np.array([Trace(trace)], dtype=object), allow_pickle=True)
+    words = ["check", "model.keras", "--data", name]
+    assert cli.main(words) == cli.BAD_INPUT
     assert "allow_pickle" in capsys.readouterr().err
     assert not trace.exists()
-    loaded = np.load(tmp_path / name, allow_pickle=True)
-    _ = loaded["arr_0"] if name.endswith("npz") else loaded
+    loaded = np.load(name, allow_pickle=True)
+    _ = loaded["arr_0"] if save is np.savez else loaded
     assert trace.exists()
 
 
@@ -112,30 +102,32 @@ def test_an_unescaped_name_is_found():
         assert_only_text(f"<p>{HOSTILE}</p>")
 
 
+def with_names(rows, **more):
+    replace = dataclasses.replace
+    return tuple(replace(row, layer=HOSTILE, **more) for row in rows)
+
+
 def test_the_page_of_check_escapes_names_and_advice(tmp_path):
     case = faults.loud_between_others()
     report = check.check(case.model, case.x, case.y, loss="mse")
-    rows = [
-        dataclasses.replace(row, layer=HOSTILE, advice=HOSTILE)
-        for row in report.rows
-    ]
-    path = tmp_path / "report.html"
     hostile = dataclasses.replace(
-        report, rows=tuple(rows), model_name=HOSTILE, notes=(HOSTILE,)
+        report,
+        rows=with_names(report.rows, advice=HOSTILE),
+        model_name=HOSTILE,
+        notes=(HOSTILE,),
     )
-    hostile.to_html(path)
-    assert_only_text(path.read_text())
+    hostile.to_html(tmp_path / "report.html")
+    assert_only_text((tmp_path / "report.html").read_text())
     assert_only_text(helpers.notebook_html(hostile))
     assert "[red]" in str(hostile)
 
 
 def test_the_page_of_compile_for_escapes_names(tmp_path):
     step = test_step_page.STEP
-    rows = [dataclasses.replace(row, layer=HOSTILE) for row in step.rows]
-    path = tmp_path / "step.html"
-    hostile = dataclasses.replace(step, rows=tuple(rows), model=HOSTILE)
-    hostile.to_html(path)
-    assert_only_text(path.read_text())
+    rows = with_names(step.rows)
+    hostile = dataclasses.replace(step, rows=rows, model=HOSTILE)
+    hostile.to_html(tmp_path / "step.html")
+    assert_only_text((tmp_path / "step.html").read_text())
 
 
 def test_every_part_of_a_table_is_escaped(tmp_path):

@@ -9,20 +9,15 @@ process and folder; only its constants are changed.
 import argparse
 import ast
 import dataclasses
-import json
 import os
-import socket
-import subprocess
 import sys
 import tempfile
 from typing import Any
 
+from tests import processes
 from tests.tree import ROOT
 
 EXAMPLES = ROOT / "examples"
-TIMEOUT = 600  # seconds
-_RESULT = "RESULT "
-_EIGHT = "--xla_force_host_platform_device_count=8"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +49,8 @@ def _policies(*names: str, constant: str = "POLICY") -> dict[str, Any]:
 
 
 _HALF = _policies("mixed_float16")
+_COSINE = "min((one.cosine for one in report.float8), default=1)"
+_COSINE = f"f'{{{_COSINE}:.4f}}'"
 _LOST = {"batches lost": "int(lost)"}
 _SKIPPED = {"steps skipped": "skipped"}
 COMPARISONS = {
@@ -81,10 +78,7 @@ COMPARISONS = {
         "float8",
         {**_policies("mixed_bfloat16"), "mixed_float8": {}},
         0.85,
-        shown={
-            "least cosine of a product": "f'{min((product.cosine "
-            "for product in report.float8), default=1):.4f}'"
-        },
+        shown={"least cosine of a product": _COSINE},
     ),
     "fine_tuning": Comparison(
         "fine_tuning",
@@ -152,54 +146,18 @@ def run(
     wanted = {"score": f"float({comparison.score})", **comparison.shown}
     values = ", ".join(f"{name!r}: {how}" for name, how in wanted.items())
     source = with_constants(source, constants)
-    source += f"\nimport json\nprint({_RESULT!r} + json.dumps({{{values}}}))\n"
+    source += f"\nimport json\nprint('RESULT', json.dumps({{{values}}}))\n"
     path = os.path.join(folder, f"{comparison.script}.py")
     with open(path, "w", encoding="utf-8") as file:
         file.write(source)
-    environment = {
-        **os.environ,
-        "KERAS_BACKEND": comparison.backend,
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "XLA_FLAGS": _EIGHT,
-    }
-    started = [
-        subprocess.Popen(
-            [sys.executable, path],
-            cwd=folder,
-            env={**environment, **cluster},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for cluster in _clusters(comparison.workers)
-    ]
-    try:
-        ended = [process.communicate(timeout=TIMEOUT) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    return [_result(comparison.script, *each) for each in ended]
-
-
-def _result(script: str, out: str, err: str) -> dict[str, Any]:
-    lines = [line for line in out.splitlines() if line.startswith(_RESULT)]
-    if not lines:
-        raise RuntimeError(f"{script} ended without a result:\n{err[-3000:]}")
-    return dict(json.loads(lines[0].removeprefix(_RESULT)))
-
-
-def _clusters(workers: int) -> list[dict[str, str]]:
-    # All ports are bound at the same time, so that no two are equal.
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(workers)]
-    ports = [listener.getsockname()[1] for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
-    tasks = [{"type": "worker", "index": index} for index in range(workers)]
-    return [
-        {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
-        for task in tasks
-    ] or [{}]
+    return processes.results(
+        path,
+        workers=comparison.workers,
+        cwd=folder,
+        KERAS_BACKEND=comparison.backend,
+        TF_CPP_MIN_LOG_LEVEL="3",
+        XLA_FLAGS="--xla_force_host_platform_device_count=8",
+    )
 
 
 def run_all(

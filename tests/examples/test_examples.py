@@ -1,6 +1,6 @@
 """The example scripts run, and train as well as float32."""
 
-import ast
+import re
 
 import keras
 import pytest
@@ -132,13 +132,8 @@ def test_one_epoch_leaves(name, constants, expected):
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_a_script_needs_nothing_but_tfmix_and_its_data(path):
-    tree = ast.parse(path.read_text("utf-8"))
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        if isinstance(node, ast.ImportFrom):
-            found.add(node.module)
+    source = path.read_text("utf-8")
+    found = re.findall(r"^\s*(?:import|from) ([\w.]+)", source, re.M)
     tops = {module.split(".")[0] for module in found}
     data = {"django", "sklearn", "statsmodels"}
     host = {"jax", "keras", "numpy", "tensorflow", "tfmix"}
@@ -147,7 +142,7 @@ def test_a_script_needs_nothing_but_tfmix_and_its_data(path):
     assert not tops - data - host - standard
     # Users import tfmix, and none of its modules.
     assert not [name for name in found if name.startswith("tfmix.")]
-    assert len(path.read_text("utf-8").splitlines()) <= 90
+    assert len(source.splitlines()) <= 90
 
 
 def test_every_script_is_compared_and_the_readme_leads_to_them():
@@ -174,7 +169,7 @@ def test_the_gap_is_that_of_the_means_and_the_noise_the_larger_range(
 def test_a_failing_process_is_reported_with_its_output(monkeypatch, tmp_path):
     monkeypatch.setattr("sys.executable", "/bin/false")
     three_lines = compared.COMPARISONS["three_lines"]
-    with pytest.raises(RuntimeError, match="three_lines ended without"):
+    with pytest.raises(RuntimeError, match="three_lines.py.* ended without"):
         compared.run(three_lines, {}, str(tmp_path))
 
 

@@ -16,6 +16,8 @@ from tests.tree import ROOT
 
 NOTEBOOKS = runpy.run_path(str(ROOT / ".ci" / "notebooks.py"))
 SCRIPTS = sorted(NOTEBOOKS["FOLDER"].glob("*.py"))
+# Each script has its notebook, and a test below that runs it.
+assert len(SCRIPTS) == len(list(NOTEBOOKS["FOLDER"].glob("*.ipynb"))) == 4
 PNG = b"\x89PNG"
 
 
@@ -62,19 +64,11 @@ def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_there_are_four_notebooks():
-    assert [path.stem for path in SCRIPTS] == [
-        "fine_tune_a_transformer",
-        "hardware_you_do_not_have",
-        "start",
-        "when_it_goes_wrong",
-    ]
-    assert len(list(NOTEBOOKS["FOLDER"].glob("*.ipynb"))) == 4
-
-
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_a_notebook_matches_its_script(script):
-    made = NOTEBOOKS["notebook"](script.read_text("utf-8"), script.stem)
+    made = json.loads(
+        NOTEBOOKS["notebook"](script.read_text("utf-8"), script.stem)
+    )
     there = json.loads(script.with_suffix(".ipynb").read_text("utf-8"))
     code = [cell for cell in there["cells"] if cell["cell_type"] == "code"]
     # The first notebook contains outputs, for readers who do not run it.
@@ -82,14 +76,12 @@ def test_a_notebook_matches_its_script(script):
     assert any(outputs) is (script.stem in NOTEBOOKS["RUN"])
     for cell in code:
         cell["outputs"] = []
-    assert there == json.loads(made), "run `make notebooks`"
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_a_notebook_opens_with_its_title_and_installation(script):
-    text, install, *_ = cells_of(script.read_text("utf-8"), script.stem)
+    assert there == made, "run `make notebooks`"
+    text, install, *_ = made["cells"]
     assert text["source"][0].startswith("# ")
     assert install["source"] == ['%pip install -q "../..[plot,examples]"']
+    names = [cell["id"] for cell in made["cells"]]
+    assert len(set(names)) == len(names)
 
 
 def test_a_published_notebook_has_its_badge(monkeypatch):
@@ -99,12 +91,6 @@ def test_a_published_notebook_has_its_badge(monkeypatch):
     link = f"/owner/name/blob/main/examples/notebooks/{SCRIPTS[0].stem}.ipynb)"
     assert "Open in Colab" in text["source"][2]
     assert text["source"][2].strip().endswith(link)
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_every_cell_has_a_unique_name(script):
-    cells = cells_of(script.read_text("utf-8"), script.stem)
-    assert len({cell["id"] for cell in cells}) == len(cells)
 
 
 def test_outputs_are_what_a_cell_prints_and_what_its_last_line_returns():
@@ -120,13 +106,6 @@ def test_cells_keep_their_names_when_another_is_inserted():
     new = cells_of(script.replace("\n\n", "\n\n# %%\nx = 1\nz = 2\n\n", 1))
     assert [new[0]["id"], new[2]["id"]] == [first["id"], second["id"]]
     assert new[1]["id"] == first["id"] + "-1"
-
-
-def test_text_loses_its_marks_and_code_keeps_its_comments():
-    script = "# %%\n# why\nx = 1\n\n# %% [markdown]\n# # Title\n#\n# text\n"
-    code, text = cells_of(script)
-    assert "".join(text["source"]) == "# Title\n\ntext"
-    assert "".join(code["source"]) == "# why\nx = 1"
 
 
 def test_a_script_without_a_first_cell_is_refused():
