@@ -478,16 +478,15 @@ def _run_in(case, policy, folder):
             f"an epoch of nothing reports {reported}"
         )
         kept = [n for n in range(known["epochs"]) if n not in bad]
-        told = {k: [v[n] for n in kept] for k, v in reported.items()}
-        return result | {"history": told}
-    told = [seen.logs[n :: case.batches] for n in range(case.batches)]
-    if policy is None:
-        told = [seen.logs[n :: _count(arrays)] for n in range(_count(arrays))]
-    told = [logs for n, logs in enumerate(told) if n not in bad]
+        applied = {k: [v[n] for n in kept] for k, v in reported.items()}
+        return result | {"history": applied}
+    count = _count(arrays) if policy is None else case.batches
+    logs = [seen.logs[n::count] for n in range(count)]
+    logs = [each for n, each in enumerate(logs) if n not in bad]
     return result | {
         "history": reported,
         "epochs": {"count": [len(history.epoch)]},
-        **{f"batch {n}": _columns(logs) for n, logs in enumerate(told)},
+        **{f"batch {n}": _columns(each) for n, each in enumerate(logs)},
     }
 
 

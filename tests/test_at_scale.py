@@ -4,7 +4,6 @@ import re
 
 import keras
 import numpy as np
-import pytest
 
 import tfmix
 from tests import helpers
@@ -62,8 +61,3 @@ def test_shards_join_their_booleans_in_one_message():
     assert len(ours) == len(bare) + 1
     counts = [int(n) for n in re.findall(r"pred\[(\d*)\]", added) if n]
     assert sum(counts) <= VARIABLES
-
-
-@pytest.mark.parametrize(("share", "replicas", "steps"), [(1e-6, 4096, 245)])
-def test_the_page_counts_the_skipped_steps_right(share, replicas, steps):
-    assert round(1 / (1 - (1 - share) ** replicas)) == steps

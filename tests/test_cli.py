@@ -228,7 +228,7 @@ def test_check_names_the_layer_and_suggests_a_policy(run, data):
     worst = found["rows"][0]
     assert (worst["layer"], worst["verdict"]) == ("first", "overflow")
     assert "'first'" in found["notes"][0]
-    # The note has what the policy adds, not layers that are in float32 anyhow.
+    # The note has what the policy adds to its default layers.
     assert "softmax" not in found["notes"][0].lower()
 
 
@@ -355,7 +355,7 @@ def test_an_interrupted_command_ends_as_a_shell_expects(run, monkeypatch):
     assert run("devices") == (130, "", "tfmix devices: interrupted\n")
 
 
-def test_an_error_of_our_own_is_not_dressed_up_as_bad_input(run, monkeypatch):
+def test_an_error_in_tfmix_is_raised_as_it_is(run, monkeypatch):
     monkeypatch.setattr(commands, "devices", raises(ZeroDivisionError))
     with pytest.raises(ZeroDivisionError):
         run("devices")

@@ -62,7 +62,7 @@ NETWORK = {"model", "optimizer", "variables", "grads", "loss"}
 
 
 def network():
-    """Returns a compiled model, and what a loop of one's own has."""
+    """Returns a compiled model, and what a user's own loop has."""
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
     model.compile(tfmix.LossScaleOptimizer("sgd"), loss="mse")
     variables = model.trainable_variables
@@ -106,33 +106,22 @@ def place(tmp_path, monkeypatch):
         monkeypatch.setattr(tf.distribute, "MirroredStrategy", lambda: strategy)
 
 
-# Those that train for seconds, and the one that test_export.py runs as well.
 SLOW_PAGES = {
-    "adapters-remat-export.md",
-    "by-level-and-by-hand.md",
-    "cast-and-fine-tune.md",
-    "deployment.md",
-    "diffusion.md",
-    "faq.md",
-    "float8.md",
-    "gans.md",
-    "loss-scaling.md",
-    "many-devices.md",
-    "memory.md",
+    *("adapters-remat-export.md", "by-level-and-by-hand.md", "deployment.md"),
+    *("cast-and-fine-tune.md", "diffusion.md", "faq.md", "float8.md"),
+    *("gans.md", "loss-scaling.md", "many-devices.md", "memory.md"),
     "one-call.md",
 }
-
-
-def page_parameter(page):
-    slow = page.name in SLOW_PAGES
-    marks = pytest.mark.slow if slow else ()
-    return pytest.param(page, marks=marks, id=page.name)
 
 
 @pytest.mark.parametrize(
     "page",
     [
-        page_parameter(page)
+        pytest.param(
+            page,
+            marks=pytest.mark.slow if page.name in SLOW_PAGES else (),
+            id=page.name,
+        )
         for page in PAGES
         if python_blocks(page.read_text("utf-8"))
     ],
@@ -141,19 +130,16 @@ def test_every_block_of_a_page_runs(page, place):
     run_page(page.read_text(encoding="utf-8"), str(page))
 
 
-def test_a_block_that_fails_is_found_with_its_line():
+def test_a_block_that_fails_is_found_and_one_of_another_backend_left_out():
     with pytest.raises(NameError) as caught:
         run_page("Text\n\n```python\nx = 1\nnowhere\n```\n")
     assert caught.traceback[-1].lineno + 1 == 5
+    (other,) = set(BACKENDS) - {keras.backend.backend()}
+    text = f"```python\nimport {other}\nnowhere\n```\n"
+    assert run_page(f"{text}```python\nseen = 1\n```\n")["seen"] == 1
 
 
-@helpers.requires_backend("tensorflow")
-def test_blocks_of_the_other_backend_are_passed_over():
-    text = "```python\nimport jax\nnowhere\n```\n```python\nseen = 1\n```\n"
-    assert run_page(text)["seen"] == 1
-
-
-# What you wrote, what you write, a remark or none.
+# A row has what you wrote, what to write instead, and perhaps a remark.
 OPTION = re.compile(r"^\| [^|]+ \| `([^|]+)` \| (?:[^|]+ )?\|$")
 COMING_FROM = "\n".join(
     page.read_text(encoding="utf-8")
@@ -188,9 +174,6 @@ def test_every_library_has_its_page_of_options():
     assert len(pages) == 7
     for page in pages:
         assert len(options(page.read_text(encoding="utf-8"))) > 10, page
-
-
-def test_a_row_without_code_to_write_is_found():
     with pytest.raises(AssertionError, match="nothing"):
         line_to_write("| `old` | nothing | |")
 

@@ -16,7 +16,7 @@ import tfmix
 POLICIES = ("mixed_float16", "mixed_bfloat16")
 ROWS = 4
 LOSS = "sparse_categorical_crossentropy"
-# Of an optimizer that has taken no step.
+# Keras warns about an optimizer that has taken no step.
 pytestmark = pytest.mark.filterwarnings("ignore:Skipping variable loading")
 
 

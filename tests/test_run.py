@@ -566,13 +566,13 @@ CPU, HALF = {"device": "CPU", "fast": False}, {"peak_bytes": 200 * 2**20}
 def test_the_verdict_is_a_sentence(narrow, wide, said):
     runs = a_run(**narrow), a_run(**{**WIDE, **wide})
     assert said in report.Report("train.py", *runs).verdict()
-    # Whichever of the two was run first.
+    # The order of the two runs does not matter.
     assert said in report.Report("train.py", *reversed(runs)).verdict() or (
         "nothing" in said
     )
 
 
-def test_what_nobody_measured_is_left_out():
+def test_values_that_were_not_measured_are_left_out():
     printed = str(report.Report("train.py", a_run(peak_bytes=None, loss=None)))
     assert "memory" not in printed
     assert "loss" not in printed

@@ -58,7 +58,7 @@ def test_a_grid_has_the_requested_number_of_devices(name):
 
 
 @pytest.mark.parametrize(
-    ("told", "name"),
+    ("given", "name"),
     [
         ("Tesla T4", "t4"),
         ("Tesla V100-SXM2-16GB", "v100"),
@@ -76,12 +76,12 @@ def test_a_grid_has_the_requested_number_of_devices(name):
         ("A100-40GB", "a100-40gb"),
     ],
 )
-def test_the_name_of_a_driver_is_known(told, name):
-    assert targets.find(told).name == name
+def test_the_name_of_a_driver_is_known(given, name):
+    assert targets.find(given).name == name
 
 
 @pytest.mark.parametrize(
-    ("told", "near"),
+    ("given", "near"),
     [
         # Chips with other figures.
         ("Tesla V100-SXM2-32GB", "v100"),
@@ -96,9 +96,9 @@ def test_the_name_of_a_driver_is_known(told, name):
         ("16GB", None),
     ],
 )
-def test_another_name_is_refused_with_the_closest(told, near):
+def test_another_name_is_refused_with_the_closest(given, near):
     with pytest.raises(ValueError, match="`target` must be one of") as caught:
-        targets.find(told)
+        targets.find(given)
     assert near is None or str(caught.value).endswith(f"Did you mean {near!r}?")
     with pytest.raises(TypeError, match="target=200 of type int"):
         targets.find(200)

@@ -12,33 +12,34 @@ SKIPPED = comparison.Result("skipped", "")
 TEST = "layers/a_test.py::ATest::test_a"
 
 
-@pytest.mark.parametrize(
-    "tfmix",
-    [{TEST: FAILED}, {TEST: SKIPPED}, {}],
-    ids=["fails", "is skipped", "is gone"],
-)
-def test_a_test_that_only_keras_passes_is_new(tfmix):
-    found = comparison.compare({TEST: PASSED}, tfmix, {})
-    assert list(found.new) == [TEST]
-    assert f"NEW {TEST}" in comparison.table("layers", found)
+OTHER = comparison.Result("failed", "AssertionError: 1 is not 3")
+WORSE = comparison.Result("failed", "TypeError: 1 is not 2")
 
 
 @pytest.mark.parametrize(
-    ("message", "is_new"),
-    [("AssertionError: 1 is not 3", False), ("TypeError: 1 is not 2", True)],
-    ids=["other digits", "another error"],
+    ("keras", "tfmix", "is_new"),
+    [
+        (PASSED, {TEST: FAILED}, True),
+        (PASSED, {TEST: SKIPPED}, True),
+        (PASSED, {}, True),
+        (FAILED, {TEST: WORSE}, True),
+        (FAILED, {TEST: OTHER}, False),
+        (FAILED, {TEST: FAILED}, False),
+        (SKIPPED, {TEST: SKIPPED}, False),
+    ],
+    ids=[
+        *("a failure", "a skip", "a test that is gone", "another error"),
+        *("other digits", "the same failure", "the same skip"),
+    ],
 )
-def test_another_error_than_under_keras_policy_is_new(message, is_new):
-    tfmix = {TEST: comparison.Result("failed", message)}
-    found = comparison.compare({TEST: FAILED}, tfmix, {})
-    assert list(found.new) == ([TEST] if is_new else [])
-
-
-@pytest.mark.parametrize("both", [FAILED, SKIPPED])
-def test_what_both_do_is_not(both):
-    found = comparison.compare({TEST: both}, {TEST: both}, {})
-    assert not found.new
-    assert found.failed == (both is FAILED)
+def test_a_test_that_does_worse_than_under_keras_policy_is_new(
+    keras, tfmix, is_new
+):
+    found = comparison.compare({TEST: keras}, tfmix, {})
+    assert list(found.new) == [TEST] * is_new
+    assert (f"NEW {TEST}" in comparison.table("layers", found)) is is_new
+    both = bool(tfmix) and keras.outcome == tfmix[TEST].outcome == "failed"
+    assert found.failed == both
 
 
 def test_what_passes_does_not_run_under_keras_policy():
