@@ -1,14 +1,10 @@
 """Trained in float32, converted, trained on, saved, loaded in plain Keras."""
 
-import os
-import subprocess
-import sys
-
 import keras
 import numpy as np
 import pytest
 
-from tests import quick_compile
+from tests import processes, quick_compile
 from tfmix.conversion import convert
 from tfmix.loss_scaling import optimizer as scaling
 
@@ -72,12 +68,10 @@ def test_fine_tuning_in_16_bit_is_as_good_as_in_float32(tmp_path):
     tuned.save(tmp_path / "tuned.keras")
     expected = tuned.predict(x_test, verbose=0)
     np.save(tmp_path / "x.npy", x_test)
-    subprocess.run(
-        [sys.executable, "-c", LOAD_IN_PLAIN_KERAS],
-        check=True,
-        cwd=tmp_path,
-        # The other process must compile as quickly as this one.
-        env={**os.environ, quick_compile.OPTION.upper(): "1"},
+    # The other process must compile as quickly as this one.
+    quickly = {quick_compile.OPTION.upper(): "1"}
+    processes.python(
+        "-c", LOAD_IN_PLAIN_KERAS, cwd=tmp_path, check=True, **quickly
     )
     loaded = np.load(tmp_path / "out.npy")
     np.testing.assert_array_equal(loaded, expected)

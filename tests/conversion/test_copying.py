@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from tests import helpers
+from tests.conversion import test_convert
 from tfmix._keras import layers
 from tfmix.conversion import convert, copying
 from tfmix.policy import policy as policies
@@ -49,6 +50,40 @@ def own_parts():
     return model
 
 
+@pytest.mark.costly
+@pytest.mark.parametrize("kind", test_convert.KINDS)
+def test_a_copy_is_converted_and_the_source_untouched(kind):
+    model = test_convert.compiled(kind())
+    before = test_convert.predict(model)
+    twin = convert.convert_model(model, "mixed_float16")
+    assert type(twin) is type(model)
+    assert test_convert.layer(twin, "body").compute_dtype == "float16"
+    assert test_convert.layer(model, "body").compute_dtype == "float32"
+    for mine, theirs in zip(twin.weights, model.weights, strict=True):
+        assert mine is not theirs
+        np.testing.assert_array_equal(mine, theirs)
+    np.testing.assert_array_equal(test_convert.predict(model), before)
+    assert test_convert.close(test_convert.predict(twin), before, "float16")
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("policy", ["float16", "bfloat16", *test_convert.MIXED])
+def test_a_copy_for_inference_only_predicts(policy, tmp_path):
+    model = test_convert.compiled(test_convert.functional(), "adam")
+    model.fit(test_convert.X, test_convert.Y, verbose=0)
+    twin = convert.convert_model(model, policy, inference=True)
+    assert not twin.compiled
+    assert not twin.trainable_variables
+    assert twin.optimizer is None
+    dtype = policy.removeprefix("mixed_")
+    assert test_convert.layer(twin, "body").compute_dtype == dtype
+    found, expected = map(test_convert.predict, (twin, model))
+    assert test_convert.close(found, expected, dtype)
+    twin.save(tmp_path / "m.keras")
+    loaded = keras.models.load_model(tmp_path / "m.keras")
+    np.testing.assert_array_equal(test_convert.predict(loaded), found)
+
+
 def test_code_registered_with_keras_is_copied():
     model = own_parts()
     names = {each.__name__: each for each in OWN}
@@ -74,20 +109,6 @@ def test_unregistered_code_is_refused_with_advice():
     assert "convert it in place: apply_policy(model, policy)" in message
 
 
-def test_an_unregistered_class_is_named_and_a_registered_one_is_copied():
-    class Doubled(keras.layers.Layer):
-        def call(self, x):
-            return x * 2.0
-
-    model = keras.Sequential([keras.Input((4,)), Doubled()])
-    message = r"`@keras.saving.register_keras_serializable\(\)` on Doubled "
-    with pytest.raises(TypeError, match=message):
-        convert.convert_model(model, "mixed_float16")
-    keras.saving.register_keras_serializable("tests")(Doubled)
-    twin = convert.convert_model(model, "mixed_float16")
-    assert type(twin.layers[0]) is Doubled
-
-
 def test_rules_and_maps_find_nested_layers_of_a_copy_by_their_path():
     inner = keras.Sequential(
         [keras.Input((4,)), keras.layers.Dense(4, name="one")], name="inner"
@@ -105,6 +126,40 @@ def test_rules_and_maps_find_nested_layers_of_a_copy_by_their_path():
         assert twin.layers[2].compute_dtype == "float16"
 
 
+class NoConfig(keras.layers.Layer):
+    def __init__(self, needed, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = keras.layers.Dense(needed.units)
+
+    def call(self, x):
+        return self.dense(x)
+
+
+class Forgetful(keras.layers.Dense):
+    def load_own_variables(self, store):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (OwnLayer, r"register_keras_serializable\(\)` on OwnLayer "),
+        (
+            lambda: NoConfig(type("Units", (), {"units": 2})()),
+            "give NoConfig a `get_config`",
+        ),
+        (lambda: Forgetful(2), "other weights than the model"),
+    ],
+)
+def test_the_class_that_cannot_be_copied_is_named(make, message):
+    model = keras.Sequential([keras.Input((4,)), make()])
+    with (
+        keras.saving.custom_object_scope({"Forgetful": Forgetful}),
+        pytest.raises(TypeError, match=message),
+    ):
+        convert.convert_model(model, "mixed_float16")
+
+
 @pytest.mark.filterwarnings("ignore:Skipping nested container")
 def test_the_cause_of_a_failed_copy_is_reported():
     shared = keras.layers.Dense(4)
@@ -118,32 +173,6 @@ def test_the_cause_of_a_failed_copy_is_reported():
     assert "convert it in place: apply_policy(model, policy)" in message
     # The model has no class of the user that could define `get_config`.
     assert "get_config" not in message
-
-
-def test_a_copy_that_lost_its_weights_is_refused():
-    @keras.saving.register_keras_serializable("tests")
-    class Forgetful(keras.layers.Dense):
-        def load_own_variables(self, store):
-            pass
-
-    model = keras.Sequential([keras.Input((4,)), Forgetful(2)])
-    with pytest.raises(TypeError, match="other weights than the model"):
-        convert.convert_model(model, "mixed_float16")
-
-
-def test_a_class_that_cannot_be_copied_is_named():
-    class NoConfig(keras.layers.Layer):
-        def __init__(self, needed, **kwargs):
-            super().__init__(**kwargs)
-            self.dense = keras.layers.Dense(needed.units)
-
-        def call(self, x):
-            return self.dense(x)
-
-    units = type("Units", (), {"units": 2})()
-    model = keras.Sequential([keras.Input((4,)), NoConfig(units)])
-    with pytest.raises(TypeError, match="give NoConfig a `get_config`"):
-        convert.convert_model(model, "mixed_float16")
 
 
 def test_trained_adapters_are_copied():
