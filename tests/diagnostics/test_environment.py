@@ -9,7 +9,6 @@ import pytest
 import tfmix
 from tfmix import cli
 from tfmix.diagnostics import environment
-from tfmix.diagnostics import environment as environments
 
 
 def test_environment_names_versions_backend_devices_and_policy():
@@ -24,14 +23,6 @@ def test_environment_names_versions_backend_devices_and_policy():
         assert known in " ".join(str(found).split())
 
 
-def test_environment_finds_the_version_of_keras_nightly(monkeypatch):
-    def version(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    assert environment.environment().versions["keras"] == keras.__version__
-
-
 def test_environment_lists_replaced_names():
     tfmix.set_global_policy("mixed_float16")
     during = environment.environment().replaced
@@ -39,6 +30,14 @@ def test_environment_lists_replaced_names():
     after = environment.environment().replaced
     assert set(after) < set(during)
     assert any("keras" in name for name in during)
+
+
+def test_the_version_of_keras_nightly_is_found(monkeypatch):
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert environment.environment().versions["keras"] == keras.__version__
 
 
 def test_an_incomplete_extra_names_missing_packages(monkeypatch):
@@ -49,7 +48,7 @@ def test_an_incomplete_extra_names_missing_packages(monkeypatch):
         'numpy; extra == "jax"',
     ]
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: wanted)
-    lacking = environments.environment().extras
+    lacking = environment.environment().extras
     assert lacking["jax"] == ()
     assert "no-such-package" in lacking["plot"]
     assert "without" in str(environment.environment())

@@ -27,16 +27,20 @@ def note_of(report):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_16_bit_model_has_a_note_on_the_fallback(kind):
+@pytest.mark.parametrize("checked", [None, "mixed_bfloat16"])
+def test_a_16_bit_model_has_a_note_on_the_fallback(kind, checked):
     with tfmix.policy_scope("mixed_float16"):
         model = stack(kind)
-    report = tfmix.check(model, X, Y, loss="mse")
+    report = tfmix.check(model, X, Y, loss="mse", policy=checked)
     assert report.healthy
     assert note_of(report).startswith(
         "guilty computes in float32: test_float32_fallback"
     )
     assert "guilty computes in float32" in str(report)
     assert "guilty computes in float32" in report.to_json()
+    # `apply_policy` keeps fallbacks as well.
+    assert model.layers[1].compute_dtype == "float32"
+    assert "guilty" not in str(report.suggested_policy(progress=False))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -49,16 +53,6 @@ def test_a_float32_model_does_not_change(kind, caplog):
     assert {each.dtype_policy.name for each in model.layers} == {"float32"}
     assert [vars(each).keys() for each in model.layers] == before
     assert not caplog.records
-
-
-def test_a_layer_also_falls_back_in_another_format():
-    with tfmix.policy_scope("mixed_float16"):
-        model = stack(test_float32_fallback.Mixes)
-    report = tfmix.check(model, X, Y, loss="mse", policy="mixed_bfloat16")
-    assert report.healthy
-    # `apply_policy` keeps fallbacks as well.
-    assert model.layers[1].compute_dtype == "float32"
-    assert "Mixes" not in str(report.suggested_policy(progress=False))
 
 
 def test_a_layer_may_fall_back_at_run_time():

@@ -1,6 +1,6 @@
 """Healthy models raise no alarm, before and after 200 steps, and skip none.
 
-`check` was tuned on the first six models, and not on the others.
+`check` was tuned on the first four models, and not on the others.
 """
 
 import functools
@@ -61,26 +61,6 @@ def transformer(rng):
 def lstm(rng):
     inputs = keras.Input((8, 8))
     return classifier(inputs, layers.LSTM(16)(inputs))
-
-
-def gru(rng):
-    inputs = keras.Input((8, 8))
-    hidden = layers.GRU(16, return_sequences=True)(inputs)
-    return classifier(inputs, layers.Bidirectional(layers.GRU(8))(hidden))
-
-
-def resnet(rng):
-    inputs = keras.Input((8, 8))
-    hidden = layers.Reshape((8, 8, 1))(inputs)
-    hidden = layers.Conv2D(8, 3, padding="same")(hidden)
-    for stride in (1, 2, 1):
-        short = layers.Conv2D(8, 1, stride)(hidden)
-        for step in (stride, 1):
-            hidden = layers.BatchNormalization()(hidden)
-            hidden = layers.ReLU()(hidden)
-            hidden = layers.Conv2D(8, 3, step, padding="same")(hidden)
-        hidden = layers.Add()([hidden, short])
-    return classifier(inputs, layers.GlobalAveragePooling2D()(hidden))
 
 
 class Sampling(layers.Layer):
@@ -208,7 +188,7 @@ def separable(rng):
     return model, *pictures(rng), CROSS_ENTROPY
 
 
-TUNED_ON = (cnn, transformer, lstm, gru, resnet, vae)
+TUNED_ON = (cnn, transformer, lstm, vae)
 OTHERS = (
     *(residual_network, text_classifier, u_network, regressor),
     *(two_outputs, separable),

@@ -39,40 +39,43 @@ def faint(y_true, y_pred):
     return ops.mean(ops.square(y_true - y_pred)) * 1e-7
 
 
-@pytest.mark.parametrize("dtype", ["mixed_float16", "float16"])
-def test_an_unwrapped_optimizer_is_named_with_the_fix(dtype):
-    note = warning(build(dtype, keras.optimizers.Adam()))
-    assert "Adam does not scale the loss" in note
-    assert "tfmix.LossScaleOptimizer(Adam(...))" in note
-
-
-def test_the_whole_models_policy_without_keras_own_scaling_is_seen():
-    keras.config.set_dtype_policy("mixed_float16")
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse", auto_scale_loss=False)
-    assert "SGD does not scale" in warning(model)
+SCALING = {
+    "ours": lambda: scaling.LossScaleOptimizer("sgd"),
+    "Keras's": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD()
+    ),
+    "a factor": lambda: keras.optimizers.SGD(loss_scale_factor=128.0),
+}
 
 
 @pytest.mark.parametrize(
-    ("dtype", "optimizer"),
+    ("dtype", "optimizer", "name"),
     [
-        ("float32", "sgd"),
-        ("mixed_bfloat16", "sgd"),
-        ("mixed_float16", scaling.LossScaleOptimizer("sgd")),
-        (
-            "mixed_float16",
-            keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()),
-        ),
-        ("mixed_float16", keras.optimizers.SGD(loss_scale_factor=128.0)),
+        ("mixed_float16", "sgd", "SGD"),
+        ("float16", "adam", "Adam"),
+        ("float32", "sgd", None),
+        ("mixed_bfloat16", "sgd", None),
+        *(("mixed_float16", made, None) for made in SCALING),
     ],
 )
-def test_a_model_with_scaling_gets_no_warning(dtype, optimizer):
-    assert warning(build(dtype, optimizer)) == ""
+def test_an_optimizer_without_a_scale_is_named_with_the_fix(
+    dtype, optimizer, name
+):
+    given = SCALING.get(optimizer, lambda: optimizer)()
+    note = warning(build(dtype, given))
+    if name is None:
+        assert note == ""
+    else:
+        assert f"{name} does not scale the loss" in note
+        assert f"tfmix.LossScaleOptimizer({name}(...))" in note
 
 
-def test_a_model_that_is_not_compiled_lacks_no_optimizer():
-    layers = [keras.Input((4,)), keras.layers.Dense(1, dtype="mixed_float16")]
-    assert warning(keras.Sequential(layers)) == ""
+def test_a_model_under_keras_policy_is_seen_once_it_is_compiled():
+    keras.config.set_dtype_policy("mixed_float16")
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    assert warning(model) == ""
+    model.compile("sgd", "mse", auto_scale_loss=False)
+    assert "SGD does not scale" in warning(model)
 
 
 def test_check_warns_and_judges_gradients_without_a_scale():

@@ -5,43 +5,13 @@ import numpy as np
 import pytest
 
 from tfmix.autocast import global_policy
+from tfmix.conversion import convert
 from tfmix.diagnostics import check
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.loss_scaling import rules
 
 FIRST = rules.DynamicLossScale().initial_scale
 ON_JAX = keras.backend.backend() == "jax"
-
-
-def fitted(policy, last):
-    with global_policy.policy_scope(policy):
-        hidden = keras.layers.Dense(8, "relu")
-        head = keras.layers.Dense(1, dtype=last, name="head")
-        model = keras.Sequential([keras.Input((4,)), hidden, head])
-    model.compile("sgd", "mse")
-    x = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
-    return check.check(model, x, x[:, :1] * 1e5 + 1e6)
-
-
-def test_a_model_that_scales_inside_allows_any_loss():
-    report = fitted("mixed_float16", "float32")
-    assert report.healthy
-    assert report.loss_scale == FIRST
-
-
-def test_targets_that_are_too_large_for_variables_in_float16_are_a_fault():
-    report = fitted("float16", "float32")
-    first = report.faults[0]
-    assert (first.phase, first.verdict) == ("backward", "overflow")
-    assert "float16 ends at 65504" in first.advice
-
-
-def test_the_loss_of_a_float16_head_is_fine_in_float32():
-    report = fitted("mixed_float16", None)
-    assert {row.dtype for row in report.rows if row.layer == "loss"} == {
-        "float32"
-    }
-    assert report.healthy
 
 
 def growing(gain, **settings):
@@ -105,50 +75,94 @@ class Faint(keras.layers.Layer):
         return small + keras.ops.stop_gradient(inputs - small)
 
 
-def test_gradients_that_vanish_where_fit_begins_are_a_fault():
-    with global_policy.policy_scope("mixed_float16"):
-        parts = [keras.layers.Dense(16), Faint(), Faint()]
-        model = keras.Sequential([keras.Input((8,)), *parts])
-    model.compile("sgd", "mse")
-    report = check.check(model, batch()[0], np.zeros((64, 16)))
-    assert report.loss_scale == FIRST
-    assert {row.verdict for row in report.faults} == {"underflow"}
+def headed(*hidden, policy="mixed_float16", last="float32"):
+    with global_policy.policy_scope(policy):
+        parts = [make() for make in hidden or [keras.layers.Identity]]
+        head = keras.layers.Dense(1, dtype=last, name="head")
+        return keras.Sequential([keras.Input((8,)), *parts, head])
 
 
-def test_a_head_with_a_tiny_loss_is_healthy():
+# Each function returns a report on a model that `fit` can train.
+
+
+def targets_of_any_size(size, converted=False):
+    model = headed(policy="float32")
+    x, y = batch()
+    how = {} if converted else {"policy": "mixed_float16"}
+    if converted:
+        convert.apply_policy(model, "mixed_float16")
+    return check.check(model, x, size * y, loss="mse", **how)
+
+
+def targets_of_a_float16_head():
+    x, y = batch()
+    report = check.check(headed(last=None), x, y * 1e5 + 1e6, loss="mse")
+    # Its loss is computed in float32.
+    dtypes = {row.dtype for row in report.rows if row.layer == "loss"}
+    assert dtypes == {"float32"}
+    return report
+
+
+def a_factor(factor):
+    def loss(y, outputs):
+        return keras.ops.mean(keras.ops.square(y - outputs)) * factor
+
+    return check.check(growing(1.0), *batch(), loss=loss)
+
+
+def a_head_with_a_tiny_loss():
     with global_policy.policy_scope("mixed_float16"):
         inputs = keras.Input((8,))
         hidden = keras.layers.Dense(16, "relu")(inputs)
         heads = [keras.layers.Dense(1, name=name)(hidden) for name in "ab"]
         model = keras.Model(inputs, heads)
     model.compile("sgd", ["mse", "mse"], loss_weights=[1.0, 1e-6])
-    report = check.check(model, batch()[0], [batch()[1]] * 2)
-    assert report.healthy
-    assert report.loss_scale == FIRST
+    return check.check(model, batch()[0], [batch()[1]] * 2)
 
 
-@pytest.mark.parametrize("factor", [1e-25, 1e25])
-def test_the_scale_does_not_depend_on_the_size_of_the_loss(factor):
-    def loss(y, outputs):
-        return keras.ops.mean(keras.ops.square(y - outputs)) * factor
-
-    report = check.check(growing(1.0), *batch(), loss=loss)
-    assert report.healthy
-    assert report.loss_scale == FIRST
-    assert report.notes == ()
-
-
-def test_the_scale_does_not_depend_on_how_unlikely_a_class_is():
+def an_unlikely_class():
     with global_policy.policy_scope("mixed_float16"):
         logits = keras.layers.Dense(3, kernel_initializer="ones")
         last = keras.layers.Activation("softmax", dtype="float32")
         model = keras.Sequential([keras.Input((3,)), logits, last])
     logits.kernel.assign(np.diag([12.0, 6.0, 0.0]))
     x, y = np.eye(3, dtype="float32"), np.array([2, 2, 1])
-    loss = "sparse_categorical_crossentropy"
-    report = check.check(model, x, y, loss=loss)
-    assert report.healthy
+    return check.check(model, x, y, loss="sparse_categorical_crossentropy")
+
+
+@pytest.mark.every_case("each is a model of its own, and fast")
+@pytest.mark.parametrize(
+    "report",
+    [
+        *(lambda s=size: targets_of_any_size(s) for size in (1e-8, 5e4, 1e6)),
+        lambda: targets_of_any_size(1e6, converted=True),
+        targets_of_a_float16_head,
+        *(lambda f=factor: a_factor(f) for factor in (1e-25, 1e25)),
+        a_head_with_a_tiny_loss,
+        an_unlikely_class,
+    ],
+)
+def test_a_model_that_scales_inside_allows_any_loss(report):
+    found = report()
+    assert found.healthy, str(found)
+    assert found.loss_scale == FIRST
+    assert not [note for note in found.notes if "scale" in note]
+
+
+def test_gradients_that_vanish_where_fit_begins_are_a_fault():
+    model = headed(lambda: keras.layers.Dense(16), Faint, Faint)
+    report = check.check(model, *batch(), loss="mse")
     assert report.loss_scale == FIRST
+    assert {row.verdict for row in report.faults} == {"underflow"}
+
+
+def test_targets_that_are_too_large_for_variables_in_float16_are_a_fault():
+    model = headed(lambda: keras.layers.Dense(8, "relu"), policy="float16")
+    x, y = batch()
+    model.compile("sgd", "mse")
+    first = check.check(model, x, y * 1e5 + 1e6).faults[0]
+    assert (first.phase, first.verdict) == ("backward", "overflow")
+    assert "float16 ends at 65504" in first.advice
 
 
 def test_a_scale_that_never_moves_is_the_one_that_is_checked():
