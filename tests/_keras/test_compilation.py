@@ -44,26 +44,3 @@ def learns(model):
 )
 def test_fit_builds_the_optimizer_of_a_partly_16_bit_model(way, inputs, jit):
     assert learns(mixed_model(way, inputs, jit_compile=jit))
-
-
-class Counts(keras.layers.Layer):
-    calls = 0
-
-    def call(self, x):
-        type(self).calls += 1
-        return x
-
-
-@pytest.mark.parametrize("settings", [{}, {"auto_scale_loss": False}])
-@pytest.mark.parametrize("jit", [True, False])
-@helpers.requires_backend("tensorflow")
-def test_a_step_is_traced_once_though_it_builds_the_optimizer(jit, settings):
-    with tfmix.policy_scope("mixed_float16"):
-        model = keras.Sequential(
-            [keras.Input((4,)), Counts(), keras.layers.Dense(1)]
-        )
-    model.compile("adam", "mse", jit_compile=jit, **settings)
-    before = Counts.calls
-    model.fit(np.ones((8, 4)), np.ones((8, 1)), batch_size=4, verbose=0)
-    assert Counts.calls == before + 1
-    assert len(model.optimizer.variables) > 2

@@ -9,15 +9,11 @@ from tfmix._keras import context_values
 block = context_values.block
 
 
-def test_a_value_holds_until_its_block_ends_and_the_others_stay():
+def test_a_value_holds_until_its_block_ends_also_with_an_error():
     with context_values.holding(placing=2.0):
         with context_values.holding(in_loop=True):
             assert (block.get().placing, block.get().in_loop) == (2.0, True)
         assert (block.get().placing, block.get().in_loop) == (2.0, False)
-    assert block.get() == context_values.Block()
-
-
-def test_it_ends_with_an_error():
     with pytest.raises(ZeroDivisionError), context_values.holding(around=1):
         raise ZeroDivisionError
     assert block.get() == context_values.Block()

@@ -60,8 +60,7 @@ def test_constant_is_there_and_of_this_type(owner, attribute, kind):
     ("make", "attribute", "kind"),
     [
         pytest.param(make, name, kind, id=f"{of}-{name}-{kind.__name__}")
-        for of, make, names in ATTRIBUTES
-        for name, kind in names.items()
+        for of, make, name, kind in ATTRIBUTES
     ],
 )
 def test_attribute_is_there_and_of_this_type(make, attribute, kind):
@@ -92,8 +91,7 @@ def check_contracts(folder):
     # Names without an underscore are found as words.
     text = "".join(path.read_text("utf-8") for path in folder.glob("*.py"))
     known = {name for _, name, _ in rows(FUNCTIONS) + rows(CONSTANTS)}
-    known |= ELSEWHERE - {"_*"}
-    known = known.union(*(names for *_, names in ATTRIBUTES))
+    known |= ELSEWHERE - {"_*"} | {name for _, _, name, _ in ATTRIBUTES}
     needless = known - set(found) - set(re.findall(r"\w+", text))
     assert not needless, f"nothing needs these: {sorted(needless)}"
 

@@ -8,14 +8,6 @@ from tests import helpers
 from tfmix._keras import optimizers
 
 
-def test_a_chain_goes_from_the_outermost_inwards():
-    adam = keras.optimizers.Adam()
-    masters = tfmix.optimizers.MasterWeightOptimizer(adam)
-    outer = tfmix.LossScaleOptimizer(masters)
-    assert list(optimizers.chain(outer)) == [outer, masters, adam]
-    assert list(optimizers.chain(None)) == []
-
-
 def test_a_map_of_optimizers_is_searched_as_well():
     if not hasattr(keras.optimizers, "MultiOptimizer"):
         pytest.skip("needs a Keras with MultiOptimizer, 3.13 or newer")

@@ -1,10 +1,14 @@
-"""TensorFlow's graphs, functions and tapes describe themselves like this."""
+"""Private names mean what tfmix relies on, where a change would be silent."""
+
+import gc
+import weakref
 
 import keras
 import numpy as np
 import pytest
 
-from tests._keras.contracts import tensorflow_only
+from tests._keras.contracts import jax_only, tensorflow_only
+from tfmix._keras import gradients, layers
 
 
 @tensorflow_only
@@ -74,12 +78,7 @@ def test_reads_of_a_variable_are_distinguished_from_writes():
 @pytest.mark.costly
 @tensorflow_only
 def test_a_custom_gradient_lives_no_longer_than_its_graph():
-    import gc
-    import weakref
-
     import tensorflow as tf
-
-    from tfmix._keras import gradients
 
     class Held:
         pass
@@ -107,8 +106,6 @@ def test_a_custom_gradient_lives_no_longer_than_its_graph():
 
 
 def test_a_layer_run_as_an_earlier_call_is_in_its_mode_and_dtype():
-    from tfmix._keras import layers
-
     seen, states, x = [], [], np.ones((2, 3))
 
     class Inner(keras.layers.Layer):
@@ -139,3 +136,41 @@ def test_a_layer_run_as_an_earlier_call_is_in_its_mode_and_dtype():
         assert dtype == "float16"
     outer.inner(x)
     assert seen == [True, None]
+
+
+@jax_only
+def test_a_constant_belongs_to_the_function_that_jax_compiles():
+    import jax
+
+    found = []
+
+    def inner(x):
+        found.append(jax.numpy.zeros(())._trace)
+        return x * 2.0
+
+    @jax.jit
+    def outer(x):
+        # It is kept alive, because equal addresses would prove nothing.
+        found.append(jax.numpy.zeros(())._trace)
+        return jax.grad(inner)(x) + jax.vmap(inner)(x[None])[0] + outer_too(x)
+
+    outer_too = jax.jit(inner)
+    outer(jax.numpy.ones(()))
+    around, differentiated, mapped, compiled = found
+    assert around is differentiated is mapped
+    assert compiled is not around
+    jax.grad(lambda x: found.append(jax.numpy.zeros(())) or x)(1.0)
+    assert not isinstance(found[-1], jax.core.Tracer)
+
+
+@tensorflow_only
+@pytest.mark.parametrize("make", [lambda: keras.Variable([1.0]), keras.Layer])
+def test_what_tensorflow_tracks_starts_with_self(make, tmp_path):
+    import tensorflow as tf
+
+    tracked = make()
+    before = set(vars(tracked))
+    tf.train.Checkpoint(one=tracked).write(str(tmp_path / "saved"))
+    new = set(vars(tracked)) - before
+    assert new
+    assert all(name.startswith("_self_") for name in new)
