@@ -46,10 +46,6 @@ class Targets(tuple[Target, ...], _tables.Printed):
 
     def tables(self) -> list[_tables.Table]:
         """Returns the table to print, with rates in 10^12 operations/s."""
-        found = dict.fromkeys(
-            dtype for target in self for dtype in target.rates
-        )
-        dtypes = sorted(found, key="int8".__eq__)
         rows = [
             (
                 target.name,
@@ -60,7 +56,7 @@ class Targets(tuple[Target, ...], _tables.Printed):
                     f"{target.rates[dtype] / _TERA:.0f}"
                     if dtype in target.rates
                     else "-"
-                    for dtype in dtypes
+                    for dtype in _DTYPES
                 ),
             )
             for target in self
@@ -68,7 +64,7 @@ class Targets(tuple[Target, ...], _tables.Printed):
         heads = ("target", "name", "GiB", "TB/s")
         return [
             _tables.Table(
-                (*heads, *dtypes),
+                (*heads, *_DTYPES),
                 rows,
                 notes=["Rates are of matrix products, in 10^12 operations/s."],
             )
@@ -158,8 +154,7 @@ def config(target: Target) -> str:
 
     It is the text of a `stream_executor.GpuTargetConfigProto`.
     """
-    cores, cache, clock = _CHIPS[target.name]
-    major, minor = target.capability or (0, 0)
+    (major, minor), cores, cache, clock = _CHIPS[target.name]
     threads, fpus, shared = _CORES[major, minor]
     figures = {
         **_ANY_GPU,
@@ -191,38 +186,6 @@ device_description_str: "{target.title}"
 """
 
 
-def _gpu(
-    name: str,
-    capability: tuple[int, int],
-    title: str,
-    memory: int,
-    bandwidth: float,
-    **rates: float,
-) -> Target:
-    return Target(
-        name,
-        "GPU",
-        f"NVIDIA {title}",
-        memory,
-        bandwidth * _TERA,
-        _by_dtype(rates),
-        capability,
-    )
-
-
-def _tpu(
-    name: str, memory: int, bandwidth: float, bfloat16: float, int8: float
-) -> Target:
-    rates = _by_dtype({"float32": bfloat16, "bfloat16": bfloat16, "int8": int8})
-    title, size = f"TPU {name}", memory * _GIB
-    return Target(name, "TPU", title, size, bandwidth * _TERA, rates)
-
-
-def _by_dtype(rates: Mapping[str, float]) -> Mapping[str, float]:
-    per_second = {dtype: rate * _TERA for dtype, rate in rates.items()}
-    return MappingProxyType(per_second)
-
-
 # All GPUs share these figures of XLA's description.
 _ANY_GPU: dict[str, float] = {
     "threads_per_block_limit": 1024,
@@ -246,183 +209,72 @@ _CORES = {
     (10, 0): (2048, 128, 228),
     (12, 0): (1536, 128, 100),
 }
-# These are the cores, MiB of L2 cache and the highest clock in GHz, from
-# NVIDIA's white papers.
+# These are the compute capability, the cores, MiB of L2 cache and the highest
+# clock in GHz of each GPU, from NVIDIA's white papers.
 _CHIPS = {
-    "v100": (80, 6, 1.53),
-    "t4": (40, 4, 1.59),
-    "a100-40gb": (108, 40, 1.41),
-    "a100": (108, 40, 1.41),
-    "rtx3090": (82, 6, 1.695),
-    "a10g": (80, 6, 1.71),
-    "h100": (132, 50, 1.98),
-    "rtx4090": (128, 72, 2.52),
-    "l4": (58, 48, 2.04),
-    "l40s": (142, 96, 2.52),
-    "h200": (132, 50, 1.98),
-    "b200": (148, 126.5, 1.965),
-    "rtx5090": (170, 96, 2.407),
+    "v100": ((7, 0), 80, 6, 1.53),
+    "t4": ((7, 5), 40, 4, 1.59),
+    "a100-40gb": ((8, 0), 108, 40, 1.41),
+    "a100": ((8, 0), 108, 40, 1.41),
+    "rtx3090": ((8, 6), 82, 6, 1.695),
+    "a10g": ((8, 6), 80, 6, 1.71),
+    "h100": ((9, 0), 132, 50, 1.98),
+    "rtx4090": ((8, 9), 128, 72, 2.52),
+    "l4": ((8, 9), 58, 48, 2.04),
+    "l40s": ((8, 9), 142, 96, 2.52),
+    "h200": ((9, 0), 132, 50, 1.98),
+    "b200": ((10, 0), 148, 126.5, 1.965),
+    "rtx5090": ((12, 0), 170, 96, 2.407),
 }
-# Memory is in bytes, as the driver reports it, and bandwidth in TB/s. Products
-# are in TFLOP/s, without sparsity and summed in float32. The figures come from
-# the makers' data sheets and white papers, which
-# docs/hardware-you-do-not-have.md lists. For float32, XLA uses TF32 on GPUs
-# from Ampere on, and numbers rounded to bfloat16 on a TPU. The ordinary units
-# of a V100 compute int8, four products at a time.
-_TARGETS = {
-    target.name: target
-    for target in (
-        _gpu(
-            "v100",
-            (7, 0),
-            "V100 SXM2 16 GB",
-            16935682048,
-            0.898,
-            float32=15.7,
-            float16=125.0,
-            int8=62.8,
+_DTYPES = ("float32", "float16", "bfloat16", "float8", "int8")
+# A line holds a target's name, bytes of memory as the driver reports them, TB/s
+# of bandwidth, TFLOP/s of products in each of `_DTYPES`, and the maker's name.
+# Products are without sparsity and summed in float32. The figures come from the
+# makers' data sheets and white papers, which docs/hardware-you-do-not-have.md
+# lists. For float32, XLA uses TF32 on GPUs from Ampere on, and numbers rounded
+# to bfloat16 on a TPU. The ordinary units of a V100 compute int8, four products
+# at a time.
+_FIGURES = """
+v100       16935682048 0.898   15.7    125      -      -   62.8 V100 SXM2 16 GB
+t4         15843721216 0.320    8.1     65      -      -    130 T4 16 GB
+a100-40gb  42298834944 1.555    156    312    312      -    624 A100 SXM 40 GB
+a100       85100068864 2.039    156    312    312      -    624 A100 SXM 80 GB
+rtx3090    25447170048 0.936   35.6     71     71      -    284 RTX 3090 24 GB
+a10g       23684186112 0.600     35     70     70      -    140 A10G 24 GB
+h100       84942979072 3.352  494.7  989.4  989.4 1978.9 1978.9 H100 SXM 80 GB
+rtx4090    25393692672 1.008   82.6  165.2  165.2  330.3  660.6 RTX 4090 24 GB
+l4         23795335168 0.300     60    121    121  242.5  242.5 L4 24 GB
+l40s       47803531264 0.864    183    362    362    733    733 L40S 48 GB
+h200      151397597184 4.800  494.7  989.4  989.4 1978.9 1978.9 H200 SXM 141 GB
+b200      191514411008 7.672   1125   2250   2250   4500   4500 B200 180 GB
+rtx5090    33677180928 1.792  104.8  209.5  209.5    419    838 RTX 5090 32 GB
+v4         34359738368 1.228    275      -    275      -    275 TPU v4
+v5e        17179869184 0.819    197      -    197      -    394 TPU v5e
+v5p       102005473280 2.765    459      -    459      -    918 TPU v5p
+v6e        34359738368 1.640    918      -    918      -   1836 TPU v6e
+"""
+
+
+def _read(line: str) -> Target:
+    name, memory, bandwidth, *rates, title = line.split(maxsplit=8)
+    is_gpu = name in _CHIPS
+    return Target(
+        name,
+        "GPU" if is_gpu else "TPU",
+        f"NVIDIA {title}" if is_gpu else title,
+        int(memory),
+        float(bandwidth) * _TERA,
+        MappingProxyType(
+            {
+                dtype: float(rate) * _TERA
+                for dtype, rate in zip(_DTYPES, rates, strict=True)
+                if rate != "-"
+            }
         ),
-        _gpu(
-            "t4",
-            (7, 5),
-            "T4 16 GB",
-            15843721216,
-            0.320,
-            float32=8.1,
-            float16=65.0,
-            int8=130.0,
-        ),
-        _gpu(
-            "a100-40gb",
-            (8, 0),
-            "A100 SXM 40 GB",
-            42298834944,
-            1.555,
-            float32=156.0,
-            float16=312.0,
-            bfloat16=312.0,
-            int8=624.0,
-        ),
-        _gpu(
-            "a100",
-            (8, 0),
-            "A100 SXM 80 GB",
-            85100068864,
-            2.039,
-            float32=156.0,
-            float16=312.0,
-            bfloat16=312.0,
-            int8=624.0,
-        ),
-        _gpu(
-            "rtx3090",
-            (8, 6),
-            "RTX 3090 24 GB",
-            25447170048,
-            0.936,
-            float32=35.6,
-            float16=71.0,
-            bfloat16=71.0,
-            int8=284.0,
-        ),
-        _gpu(
-            "a10g",
-            (8, 6),
-            "A10G 24 GB",
-            23684186112,
-            0.600,
-            float32=35.0,
-            float16=70.0,
-            bfloat16=70.0,
-            int8=140.0,
-        ),
-        _gpu(
-            "h100",
-            (9, 0),
-            "H100 SXM 80 GB",
-            84942979072,
-            3.352,
-            float32=494.7,
-            float16=989.4,
-            bfloat16=989.4,
-            float8=1978.9,
-            int8=1978.9,
-        ),
-        _gpu(
-            "rtx4090",
-            (8, 9),
-            "RTX 4090 24 GB",
-            25393692672,
-            1.008,
-            float32=82.6,
-            float16=165.2,
-            bfloat16=165.2,
-            float8=330.3,
-            int8=660.6,
-        ),
-        _gpu(
-            "l4",
-            (8, 9),
-            "L4 24 GB",
-            23795335168,
-            0.300,
-            float32=60.0,
-            float16=121.0,
-            bfloat16=121.0,
-            float8=242.5,
-            int8=242.5,
-        ),
-        _gpu(
-            "l40s",
-            (8, 9),
-            "L40S 48 GB",
-            47803531264,
-            0.864,
-            float32=183.0,
-            float16=362.0,
-            bfloat16=362.0,
-            float8=733.0,
-            int8=733.0,
-        ),
-        _gpu(
-            "h200",
-            (9, 0),
-            "H200 SXM 141 GB",
-            151397597184,
-            4.8,
-            float32=494.7,
-            float16=989.4,
-            bfloat16=989.4,
-            float8=1978.9,
-            int8=1978.9,
-        ),
-        _gpu(
-            "b200",
-            (10, 0),
-            "B200 180 GB",
-            191514411008,
-            7.672,
-            float32=1125.0,
-            float16=2250.0,
-            bfloat16=2250.0,
-            float8=4500.0,
-            int8=4500.0,
-        ),
-        _gpu(
-            "rtx5090",
-            (12, 0),
-            "RTX 5090 32 GB",
-            33677180928,
-            1.792,
-            float32=104.8,
-            float16=209.5,
-            bfloat16=209.5,
-            float8=419.0,
-            int8=838.0,
-        ),
-        _tpu("v4", 32, 1.228, bfloat16=275.0, int8=275.0),
-        _tpu("v5e", 16, 0.819, bfloat16=197.0, int8=394.0),
-        _tpu("v5p", 95, 2.765, bfloat16=459.0, int8=918.0),
-        _tpu("v6e", 32, 1.640, bfloat16=918.0, int8=1836.0),
+        _CHIPS[name][0] if is_gpu else None,
     )
+
+
+_TARGETS = {
+    target.name: target for target in map(_read, _FIGURES.strip().splitlines())
 }
