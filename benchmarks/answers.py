@@ -5,7 +5,7 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 _ROOT = pathlib.Path(__file__).parents[1]
@@ -36,12 +36,17 @@ def answers_of(
     """
     process = started(module, *arguments, environment=environment)
     with process:
-        for line in process.stdout:
-            if line.startswith(_MARK):
-                yield json.loads(line.removeprefix(_MARK))
+        yield from read(process.stdout)
     if process.returncode:
         name = " ".join(["python", "-m", module, *arguments])
         raise RuntimeError(f"{name} ended with exit code {process.returncode}.")
+
+
+def read(lines: Iterable[str]) -> Iterator[Any]:
+    """Yields the answers among the lines that a process prints."""
+    for line in lines:
+        if line.startswith(_MARK):
+            yield json.loads(line.removeprefix(_MARK))
 
 
 def answer_of(

@@ -155,9 +155,3 @@ def test_the_exit_status_shows_whether_tfmix_survived(
     (row,) = rows["rows"]
     assert (row["name"], row["Keras"]) == ("set-weights", "**lost**: lost it")
     assert [each["survived"] for each in survived["rows"]] == [0, survives]
-
-
-def test_a_fault_that_does_not_apply_is_not_run(capsys):
-    chosen = ["--only", "policy-map", "--systems", "flat"]
-    assert faults.main(chosen) == 0
-    assert "does not apply" in capsys.readouterr().out

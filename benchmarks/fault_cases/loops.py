@@ -16,6 +16,13 @@ def wrapped_vector(
     return variable, optimizer
 
 
+def step(optimizer: Any, variables: Any, gradients: Any) -> None:
+    """Runs a step with the gradients of a scaled loss."""
+    scale = optimizer.scale_loss(keras.ops.convert_to_tensor(1.0))
+    scaled = [keras.ops.convert_to_tensor(g) * scale for g in gradients]
+    apply(optimizer, scaled, variables)
+
+
 def apply(optimizer: Any, gradients: Any, variables: Any, **how: bool) -> None:
     """Applies gradients like a loop on this backend.
 
@@ -25,42 +32,23 @@ def apply(optimizer: Any, gradients: Any, variables: Any, **how: bool) -> None:
         variables: Their variables.
         **how: Further arguments of the optimizer's method.
     """
-    if keras.backend.backend() == "jax":
-        function = functools.partial(optimizer.stateless_apply, **how)
-        _apply_stateless(function, optimizer, gradients, variables)
-    else:
+    if keras.backend.backend() == "tensorflow":
         optimizer.apply(gradients, variables, **how)
-
-
-def step(optimizer: Any, variables: Any, gradients: Any) -> None:
-    """Runs a step with the gradients of a scaled loss."""
-    scale = optimizer.scale_loss(keras.ops.convert_to_tensor(1.0))
-    scaled = [keras.ops.convert_to_tensor(g) * scale for g in gradients]
-    if keras.backend.backend() == "jax":
-        # Otherwise Keras's class would be compiled in every step.
-        function = _compiled(optimizer)
-        _apply_stateless(function, optimizer, scaled, variables)
-    else:
-        optimizer.apply(scaled, variables)
-
-
-@functools.lru_cache(maxsize=8)
-def _compiled(optimizer: Any) -> Any:
-    import jax
-
-    return jax.jit(optimizer.stateless_apply)
-
-
-def _apply_stateless(
-    function: Any, optimizer: Any, gradients: Any, variables: Any
-) -> None:
-    new_variables, new_state = function(
+        return
+    trained, state = _compiled(optimizer, **how)(
         [v.value for v in optimizer.variables],
         gradients,
         [v.value for v in variables],
     )
-    _assign(variables, new_variables)
-    _assign(optimizer.variables, new_state)
+    _assign([*variables, *optimizer.variables], [*trained, *state])
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(optimizer: Any, **how: bool) -> Any:
+    """Returns a compiled step; Keras's class would compile in each one."""
+    import jax
+
+    return jax.jit(functools.partial(optimizer.stateless_apply, **how))
 
 
 def repeat(optimizer: Any, variable: Any, gradient: Any, steps: int) -> None:

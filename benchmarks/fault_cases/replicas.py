@@ -1,15 +1,17 @@
 """Faults that need two replicas in one process (`tf.distribute`)."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 
 from benchmarks.fault_cases import words
-from benchmarks.fault_cases.record import TENSORFLOW_ONLY, Outcome, fault
+from benchmarks.fault_cases.record import TENSORFLOW_ONLY, Fault, Outcome, fault
 
 _SEEDS = 6
+_SCALE = 1024.0
 
 
 @functools.cache
@@ -38,29 +40,73 @@ def step_on_replicas(
     tf.function(lambda: strategy.run(replica_step))()
 
 
-def _mirrored_vector(system: Any, inner: Any) -> tuple[Any, Any, Any]:
-    strategy = mirrored()
-    with strategy.scope():
-        variable = system.variable([1.0, 2.0], "weight")
-        optimizer = system.wrap(inner(), initial_scale=1024.0)
-        optimizer.build([variable])
-    return strategy, variable, optimizer
+def _steps(
+    name: str,
+    title: str,
+    inner: Callable[[], Any],
+    steps: list[list[list[float]]],
+    right: list[float],
+) -> Fault:
+    """A few steps from the weight [1, 2].
+
+    Args:
+        name: The fault's name.
+        title: Its title.
+        inner: Function that creates the optimizer.
+        steps: For each step, the gradients of both replicas.
+        right: The right weight after the steps.
+    """
+    halved = sum(not np.isfinite(step).all() for step in steps)
+
+    def provoke(system: Any) -> Outcome:
+        with mirrored().scope():
+            variable = system.variable([1.0, 2.0], "weight")
+            optimizer = system.wrap(inner(), initial_scale=_SCALE)
+            optimizer.build([variable])
+        for step in np.float32(steps):
+            step_on_replicas(mirrored(), optimizer, variable, step)
+        scale, expected = words.scale(optimizer), _SCALE / 2**halved
+        said = f"scale {scale:g} (right: {expected:g})"
+        return words.weight_is(variable, right, said, scale == expected)
+
+    return Fault(name, title, provoke, TENSORFLOW_ONLY)
 
 
-@fault(TENSORFLOW_ONLY)
-def inf_in_one_replica(system: Any) -> Outcome:
-    """An infinite gradient on replica 1 of 2."""
-    strategy, variable, optimizer = _mirrored_vector(
-        system, lambda: keras.optimizers.SGD(0.1)
-    )
-    rows = [[1.0, 1.0], [np.inf, 1.0]]
-    step_on_replicas(strategy, optimizer, variable, np.float32(rows))
-    right = words.close(variable, [1.0, 2.0])
-    return Outcome(
-        right and words.scale(optimizer) == 512.0,
-        f"weight {words.vector(variable)}, {words.progress(optimizer, 1)} "
-        "(right: 512)",
-    )
+def _sgd(rate: float = 0.1, **settings: Any) -> Callable[[], Any]:
+    return functools.partial(keras.optimizers.SGD, rate, **settings)
+
+
+_GOOD, _BAD = [[1.0, 1.0], [1.0, 1.0]], [[1.0, 1.0], [np.inf, 1.0]]
+INFINITY = _steps(
+    "inf-in-one-replica",
+    "An infinite gradient on replica 1 of 2",
+    _sgd(),
+    [_BAD],
+    [1.0, 2.0],
+)
+CLIPNORM = _steps(
+    "replicas-global-clipnorm",
+    "`global_clipnorm=1` on 2 replicas with gradients of norm 100",
+    _sgd(1.0, global_clipnorm=1.0),
+    [[[60.0, 80.0], [60.0, 80.0]]],
+    [0.4, 1.2],
+)
+ACCUMULATION = _steps(
+    "replicas-accumulation",
+    "`gradient_accumulation_steps=2` on 2 replicas, one bad micro-step",
+    _sgd(gradient_accumulation_steps=2),
+    [_GOOD, _BAD, _GOOD],
+    [0.8, 1.8],
+)
+# After each of two steps the average is half the old one and half the weight,
+# and overwrites the weight after the second.
+EMA = _steps(
+    "replicas-ema",
+    "`ema_overwrite_frequency=2` on 2 replicas, one bad step",
+    _sgd(use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2),
+    [_GOOD, _BAD, _GOOD],
+    [0.7, 1.7],
+)
 
 
 def _heavy_tailed(seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -70,89 +116,28 @@ def _heavy_tailed(seed: int) -> tuple[np.ndarray, np.ndarray]:
     return x, (x[:, :1] * 3 + noise).astype("float32")
 
 
-def _fit_heavy_tailed(system: Any, seed: int) -> Any:
-    keras.utils.set_random_seed(seed)
-    policy = {"dtype": system.policy}
-    with mirrored().scope():
-        model = keras.Sequential(
-            [
-                keras.Input((8,), dtype="float32"),
-                keras.layers.Dense(32, activation="relu", **policy),
-                keras.layers.Dense(1, **policy),
-            ]
-        )
-        model.compile(system.wrap(keras.optimizers.Adam(1e-3)), loss="mse")
-    model.fit(*_heavy_tailed(seed), batch_size=64, epochs=1, verbose=0)
-    return model
-
-
 @fault(TENSORFLOW_ONLY)
 def start_up_overflow(system: Any) -> Outcome:
     """Heavy-tailed regression on 2 replicas, default scaler, six seeds."""
     alive, scales = 0, []
     for seed in range(_SEEDS):
-        model = _fit_heavy_tailed(system, seed)
+        keras.utils.set_random_seed(seed)
+        with mirrored().scope():
+            model = keras.Sequential(
+                [
+                    keras.Input((8,), dtype="float32"),
+                    keras.layers.Dense(32, "relu", dtype=system.policy),
+                    keras.layers.Dense(1, dtype=system.policy),
+                ]
+            )
+            model.compile(system.wrap(keras.optimizers.Adam(1e-3)), loss="mse")
+        model.fit(*_heavy_tailed(seed), batch_size=64, epochs=1, verbose=0)
         alive += words.finite(model.trainable_variables)
         scales.append(words.scale(model.optimizer))
     return Outcome(
         alive == _SEEDS,
         f"{_SEEDS - alive} of {_SEEDS} runs end with NaN weights, scales "
         f"{min(scales):g} to {max(scales):g}",
-    )
-
-
-@fault(TENSORFLOW_ONLY)
-def replicas_global_clipnorm(system: Any) -> Outcome:
-    """`global_clipnorm=1` on 2 replicas with gradients of norm 100."""
-    strategy, variable, optimizer = _mirrored_vector(
-        system, lambda: keras.optimizers.SGD(1.0, global_clipnorm=1.0)
-    )
-    before = words.to_numpy(variable)
-    rows = np.float32([[60.0, 80.0], [60.0, 80.0]])
-    step_on_replicas(strategy, optimizer, variable, rows)
-    norm = float(np.linalg.norm(before - words.to_numpy(variable)))
-    return Outcome(
-        words.close(variable, [0.4, 1.2]),
-        f"the update has norm {norm:.3g} (right: 1)",
-    )
-
-
-@fault(TENSORFLOW_ONLY)
-def replicas_accumulation(system: Any) -> Outcome:
-    """`gradient_accumulation_steps=2` on 2 replicas, one bad micro-step."""
-    strategy, variable, optimizer = _mirrored_vector(
-        system,
-        lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
-    )
-    for bad in (1.0, np.inf, 1.0):
-        rows = np.float32([[1.0, 1.0], [bad, 1.0]])
-        step_on_replicas(strategy, optimizer, variable, rows)
-    right = words.close(variable, [0.8, 1.8])
-    return Outcome(right, f"weight {words.vector(variable)} (right: [0.8 1.8])")
-
-
-@fault(TENSORFLOW_ONLY)
-def replicas_ema(system: Any) -> Outcome:
-    """`ema_overwrite_frequency=2` on 2 replicas, one bad step."""
-    strategy, variable, optimizer = _mirrored_vector(
-        system,
-        lambda: keras.optimizers.SGD(
-            0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2
-        ),
-    )
-    for bad in (1.0, np.inf, 1.0):
-        rows = np.float32([[1.0, 1.0], [bad, 1.0]])
-        step_on_replicas(strategy, optimizer, variable, rows)
-    single = keras.Variable(np.float32([1.0, 2.0]))
-    oracle = keras.optimizers.SGD(
-        0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2
-    )
-    for _ in range(2):
-        oracle.apply([keras.ops.convert_to_tensor([2.0, 2.0])], [single])
-    right = words.close(variable, words.to_numpy(single))
-    return Outcome(
-        right,
-        f"weight {words.vector(variable)} (one device: {words.vector(single)})",
     )
 
 

@@ -22,12 +22,8 @@ def bad_stretch(system: Any) -> Outcome:
         loops.step(optimizer, [variable], [_BAD])
     scale = words.scale(optimizer)
     loops.step(optimizer, [variable], [_GOOD])
-    moved = words.close(variable, [0.9, 1.9])
-    return Outcome(
-        moved,
-        f"scale {scale:.3g} before the good step, then weight "
-        f"{words.vector(variable)} (right: [0.9 1.9])",
-    )
+    said = f"scale {scale:.3g} before the good step"
+    return words.weight_is(variable, [0.9, 1.9], said)
 
 
 def _stored(value: float) -> Fault:
@@ -78,12 +74,9 @@ def fixed_scale_overflow(system: Any) -> Outcome:
     optimizer.build([variable])
     loops.step(optimizer, [variable], [_BAD])
     loops.step(optimizer, [variable], [_GOOD])
-    alive = words.finite([variable, *optimizer.variables])
-    return Outcome(
-        alive,
-        f"weight {words.vector(variable)} after a bad and a good step "
-        "(right: [0.9 1.9])",
-    )
+    alive = words.finite(optimizer.variables)
+    said = "after a bad and a good step"
+    return words.weight_is(variable, [0.9, 1.9], said, alive)
 
 
 @fault()

@@ -6,42 +6,43 @@ import keras
 import numpy as np
 
 from benchmarks.fault_cases import words
-from benchmarks.fault_cases.record import TENSORFLOW_ONLY, Outcome, fault
+from benchmarks.fault_cases.record import TENSORFLOW_ONLY, Fault, Outcome
 
 _ROWS = 100
+_LARGEST = float(np.finfo("float32").max)
 
 
-def _step(system: Any, rows: Any, values: Any) -> tuple[Any, Any]:
-    import tensorflow as tf
+def _step(
+    name: str, title: str, rows: list[int], values: list[list[float]]
+) -> Fault:
+    """A step whose gradient has some rows of a table."""
 
-    table = system.variable(np.ones((_ROWS, 2)), "table")
-    optimizer = system.wrap(keras.optimizers.SGD(1.0), initial_scale=1.0)
-    optimizer.build([table])
-    gradient = tf.IndexedSlices(
-        optimizer.scale_loss(tf.constant(values, "float32")),
-        tf.constant(rows),
-        dense_shape=(_ROWS, 2),
-    )
-    optimizer.apply([gradient], [table])
-    return table, optimizer
+    def provoke(system: Any) -> Outcome:
+        import tensorflow as tf
 
+        table = system.variable(np.ones((_ROWS, 2)), "table")
+        optimizer = system.wrap(keras.optimizers.SGD(1.0), initial_scale=1.0)
+        optimizer.build([table])
+        scaled = optimizer.scale_loss(tf.constant(values, "float32"))
+        slices = tf.IndexedSlices(scaled, tf.constant(rows), (_ROWS, 2))
+        optimizer.apply([slices], [table])
+        return Outcome(
+            bool((words.to_numpy(table) == 1.0).all()),
+            f"{words.weights([table])}, {words.progress(optimizer, 1)}",
+        )
 
-def _outcome(table: Any, optimizer: Any) -> Outcome:
-    untouched = bool((words.to_numpy(table) == 1.0).all())
-    return Outcome(
-        untouched,
-        f"{words.weights([table])}, {words.progress(optimizer, 1)}",
-    )
-
-
-@fault(TENSORFLOW_ONLY)
-def duplicate_sparse_rows(system: Any) -> Outcome:
-    """Two sparse rows are finite, their sum on one row of the table is not."""
-    largest = float(np.finfo("float32").max)
-    return _outcome(*_step(system, [3, 3], [[largest, 1.0], [largest, 1.0]]))
+    return Fault(name, title, provoke, TENSORFLOW_ONLY)
 
 
-@fault(TENSORFLOW_ONLY)
-def bad_sparse_row(system: Any) -> Outcome:
-    """One of two sparse rows is NaN."""
-    return _outcome(*_step(system, [3, 5], [[1.0, 1.0], [np.nan, 1.0]]))
+DUPLICATE_ROWS = _step(
+    "duplicate-sparse-rows",
+    "Two sparse rows are finite, their sum on one row of the table is not",
+    [3, 3],
+    [[_LARGEST, 1.0], [_LARGEST, 1.0]],
+)
+BAD_ROW = _step(
+    "bad-sparse-row",
+    "One of two sparse rows is NaN",
+    [3, 5],
+    [[1.0, 1.0], [np.nan, 1.0]],
+)

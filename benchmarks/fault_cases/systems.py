@@ -1,6 +1,5 @@
-"""The columns of the table: the systems, as a script uses them."""
+"""The systems that meet the faults, as a script uses them."""
 
-import abc
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,10 +12,10 @@ from tfmix._keras import compile_method
 _FLOAT8 = keras.layers.Dense, keras.layers.EinsumDense
 
 
-class System(abc.ABC):
-    """The code that a user of one library writes for the faults."""
+class System:
+    """The code that a user writes for the faults: here of Keras alone."""
 
-    name: str
+    name = "Keras"
     # The dtype of variables that the faults create themselves.
     dtype = "float32"
     # The policies of layers in 16-bit models, and in all others.
@@ -31,29 +30,36 @@ class System(abc.ABC):
         """Creates a weight of the system's dtype."""
         return keras.Variable(values, dtype=self.dtype, name=name)
 
-    @abc.abstractmethod
     def wrap(self, optimizer: Any, **settings: Any) -> Any:
         """Wraps an optimizer; the settings are those of both classes."""
+        return keras.optimizers.LossScaleOptimizer(optimizer, **settings)
 
-    @abc.abstractmethod
     def fixed(self, optimizer: Any, scale: float) -> Any:
         """Returns an optimizer with a fixed loss scale."""
+        # The error about `dynamic=False` recommends this.
+        optimizer.loss_scale_factor = scale
+        return optimizer
 
-    @abc.abstractmethod
     def guard(self, model: Any) -> Any:
         """Protects a compiled model's train step, if the library can."""
+        return model
 
-    @abc.abstractmethod
     def unscale(self, optimizer: Any, grads: Sequence[Any]) -> list[Any]:
         """Returns gradients a user may clip, before `optimizer.apply`."""
+        return list(grads)
 
-    @abc.abstractmethod
     def float8(self, make: Callable[[], Any]) -> Any:
         """Creates a model whose Dense and EinsumDense multiply in float8."""
+        with self.under(self.policy):
+            model = make()
+        for layer in model._flatten_layers():
+            if isinstance(layer, _FLOAT8) and layer.name != "head":
+                layer.quantize("float8")
+        return model
 
-    @abc.abstractmethod
     def set_policy(self, policy: Any) -> None:
         """Sets the global dtype policy."""
+        keras.config.set_dtype_policy(policy)
 
     @contextlib.contextmanager
     def under(self, policy: Any) -> Iterator[None]:
@@ -64,47 +70,13 @@ class System(abc.ABC):
         finally:
             self.set_policy("float32")
 
-    @abc.abstractmethod
     def callbacks(self) -> list[Any]:
         """Returns the library's callbacks that monitor a `fit`."""
-
-
-class Keras(System):
-    """Keras's own classes, and nothing for features that it lacks."""
-
-    name = "Keras"
-
-    def wrap(self, optimizer: Any, **settings: Any) -> Any:
-        return keras.optimizers.LossScaleOptimizer(optimizer, **settings)
-
-    def fixed(self, optimizer: Any, scale: float) -> Any:
-        # The error about `dynamic=False` recommends this.
-        optimizer.loss_scale_factor = scale
-        return optimizer
-
-    def guard(self, model: Any) -> Any:
-        return model
-
-    def unscale(self, optimizer: Any, grads: Sequence[Any]) -> list[Any]:
-        return list(grads)
-
-    def float8(self, make: Callable[[], Any]) -> Any:
-        with self.under(self.policy):
-            model = make()
-        for layer in model._flatten_layers():
-            if isinstance(layer, _FLOAT8) and layer.name != "head":
-                layer.quantize("float8")
-        return model
-
-    def set_policy(self, policy: Any) -> None:
-        keras.config.set_dtype_policy(policy)
-
-    def callbacks(self) -> list[Any]:
         return []
 
 
 class Tfmix(System):
-    """tfmix's classes."""
+    """The same with tfmix."""
 
     name = "tfmix"
     unscaled: Mapping[str, bool] = {"unscaled": True}
@@ -207,14 +179,14 @@ SIXTEEN_BIT = (
     Kept("split", _masters(split=True), _NARROW, "bfloat16"),
     Kept("stochastic", _rounded, _NARROW, "bfloat16"),
 )
-SYSTEMS = (Keras(), Tfmix())
-ALL = {each.name: each for each in (*SYSTEMS, *SIXTEEN_BIT)}
+_ALL = {each.name: each for each in (System(), Tfmix(), *SIXTEEN_BIT)}
+LIBRARIES = ("Keras", "tfmix")
 
 
 def by_name(name: str) -> System:
     """Returns the system of that name; Keras's own has no tfmix beside it."""
     tfmix.set_global_policy("float32")
-    if name != Keras.name:
+    if name != System.name:
         # As after `import tfmix`, which the policy switched off.
         compile_method.watch()
-    return ALL[name]
+    return _ALL[name]

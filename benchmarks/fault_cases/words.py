@@ -10,6 +10,8 @@ import keras
 import ml_dtypes
 import numpy as np
 
+from benchmarks.fault_cases.record import Outcome
+
 
 @contextlib.contextmanager
 def heard() -> Iterator[list[str]]:
@@ -57,6 +59,24 @@ def close(variable: Any, expected: Any) -> bool:
     got = to_numpy(variable).astype("float64")
     # The tolerance is doubled, because stochastic rounding may go either way.
     return bool(np.allclose(got, expected, rtol=max(2 * float(steps), 1e-5)))
+
+
+def weight_is(
+    variable: Any, right: list[float], more: str = "", others: bool = True
+) -> Outcome:
+    """Returns the outcome of a run that must end with a weight.
+
+    Args:
+        variable: The trained variable.
+        right: Its right value, by which the run survives.
+        more: Further observations.
+        others: Whether these are right.
+    """
+    text = f"weight {vector(variable)} (right: {vector(right)})"
+    return Outcome(
+        bool(others) and close(variable, right),
+        ", ".join(filter(None, [text, more])),
+    )
 
 
 def weights(variables: Iterable[Any]) -> str:
