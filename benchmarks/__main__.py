@@ -67,8 +67,14 @@ def main(arguments: list[str] | None = None) -> int:
             raise app.UsageError(
                 f"there is no benchmark {name!r}. There are: {', '.join(known)}"
             )
+    if FLAGS.list and FLAGS.json:
+        print(json.dumps(known))
+        return 0
     if FLAGS.list:
-        return _list(FLAGS.json)
+        for each in catalogue.BENCHMARKS:
+            backends = " and ".join(each.backends)
+            print(f"{each.name:14} {each.title} ({backends})")
+        return 0
     if FLAGS.page:
         print(results.write_page())
         return 0
@@ -85,17 +91,6 @@ def main(arguments: list[str] | None = None) -> int:
     for each in failed:
         logging.error("failed: %s", each)
     return int(bool(failed))
-
-
-def _list(as_json: bool) -> int:
-    if as_json:
-        names = [each.name for each in catalogue.BENCHMARKS]
-        print(json.dumps(names))
-        return 0
-    for each in catalogue.BENCHMARKS:
-        backends = " and ".join(each.backends)
-        print(f"{each.name:14} {each.title} ({backends})")
-    return 0
 
 
 if __name__ == "__main__":

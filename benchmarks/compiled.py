@@ -19,33 +19,27 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import keras
 from absl import logging
 
-from benchmarks import compiled_steps, results
+from benchmarks import compiled_steps, overhead, results
 from tfmix.hardware import compilers
 from tfmix.hardware import target as targets
 
-MODELS = {
-    "6 x 2048 x 2048": compiled_steps.FEW_LARGE,
-    "200 x 256 x 256": compiled_steps.MANY_SMALL,
-}
-ON_JAX = keras.backend.backend() == "jax"
 Rows = list[dict[str, Any]]
 
 
-def steps() -> results.Table:
-    """Adam's step under each scaler, on both lists of variables."""
+def adam(shapes: list[tuple[int, int]]) -> results.Table:
+    """Adam's step under each scaler, on variables of equal shapes."""
     rows: Rows = []
-    for model, shapes in MODELS.items():
-        for way, wrap in compiled_steps.WRAPPERS.items():
-            optimizer = wrap(keras.optimizers.Adam())
-            made = compiled_steps.compiled(optimizer, shapes, "h200")
-            names = {"model": model, "optimizer": way}
-            rows.append(names | compiled_steps.row(made))
-    return results.Table("One Adam step, compiled for h200", rows)
+    for way, wrap in overhead.SYSTEMS.items():
+        made = compiled_steps.compiled(wrap(keras.optimizers.Adam()), shapes)
+        rows.append({"optimizer": way, **compiled_steps.row(made)})
+    size = "{} x {}".format(*shapes[0])
+    title = f"One Adam step on {len(shapes)} variables of {size}"
+    return results.Table(title, rows)
 
 
-def whole(target: str, devices: int = 1) -> results.Table:
+def whole(title: str, target: str, devices: int = 1) -> results.Table:
     """A transformer's training step under policies and scalers."""
-    float16 = [("mixed_float16", way) for way in compiled_steps.WRAPPERS]
+    float16 = [("mixed_float16", way) for way in overhead.SYSTEMS]
     pairs = [("float32", "bare"), ("mixed_bfloat16", "bare")]
     pairs += [("mixed_bfloat16", "Keras"), ("mixed_bfloat16", "tfmix")]
     if targets.find(target).kind == "GPU":
@@ -56,17 +50,18 @@ def whole(target: str, devices: int = 1) -> results.Table:
         step = compiled_steps.transformer(policy, way, target, devices)
         names = {"policy": policy, "optimizer": way}
         rows.append(names | compiled_steps.whole_row(step))
-    many = f"{devices} x " if devices > 1 else ""
-    title = f"A transformer's training step, 4 blocks, for {many}{target}"
     return results.Table(title, rows)
 
 
 PARTS: dict[str, Callable[[], results.Table]] = {
-    "h200": steps,
-    "transformer": lambda: whole("h200"),
-    # Only JAX compiles for several devices.
-    "transformer-v5e": lambda: whole("v5e", 4 if ON_JAX else 1),
+    "few-large": lambda: adam(compiled_steps.FEW_LARGE),
+    "many-small": lambda: adam(compiled_steps.MANY_SMALL),
+    "transformer": lambda: whole(
+        "A training step of a transformer with four blocks", "h200"
+    ),
 }
+if keras.backend.backend() == "jax":  # TensorFlow's compiles for one device.
+    PARTS["transformer-v5e"] = lambda: whole("The same on 4 x v5e", "v5e", 4)
 
 
 def _table(part: str) -> results.Table:

@@ -1,12 +1,12 @@
 """Compiles steps of optimizers and models for other accelerators."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import keras
 
 import tfmix
-from benchmarks import gpu_models
+from benchmarks import gpu_models, overhead
 from tfmix._keras import context_values
 from tfmix.hardware import (
     compiled_step,
@@ -28,11 +28,6 @@ TRANSFORMER = {
     "vocabulary": 256,
 }
 ROWS = 32  # the transformer's batch size per device
-WRAPPERS: dict[str, Callable[[Any], Any]] = {
-    "bare": lambda optimizer: optimizer,
-    "Keras": keras.optimizers.LossScaleOptimizer,
-    "tfmix": tfmix.LossScaleOptimizer,
-}
 
 
 def compiled(
@@ -74,7 +69,7 @@ def _by_jax(optimizer: Any, variables: list, device: Any) -> Any:
 
     def step(trained: list, held: list, narrow: list) -> Any:
         with keras.StatelessScope(zip(optimizer.variables, held, strict=True)):
-            _say_scaled(optimizer)
+            say_scaled(optimizer)
         gradients = _cast(narrow, variables)
         # `fit` also sets this. A custom loop has a branch that warns.
         with context_values.holding(in_fit=True):
@@ -90,28 +85,6 @@ def _by_jax(optimizer: Any, variables: list, device: Any) -> Any:
     return compilers.compile_jax(lowered)
 
 
-def sparse(optimizer: Any, target: str) -> compilers.Compiled:
-    """Compiles a step on 1024 rows of a 1,000,000 x 64 table (TensorFlow)."""
-    import tensorflow as tf
-
-    initial = keras.initializers.Zeros()
-    table = keras.Variable(initial, shape=(1_000_000, 64), name="table")
-    optimizer.build([table])
-    (device,) = compilers.devices(targets.find(target), 1)
-
-    @tf.function(jit_compile=True, autograph=False)
-    def step(values: Any, ids: Any) -> None:
-        _say_scaled(optimizer)
-        slices = tf.IndexedSlices(values, ids, tf.constant([1_000_000, 64]))
-        optimizer.apply([slices], [table])
-
-    given = [
-        tf.TensorSpec((1024, 64), tf.float32),
-        tf.TensorSpec((1024,), tf.int32),
-    ]
-    return compilers.compile_tensorflow(step, given, device)
-
-
 def transformer(
     policy: str, way: str, target: str, devices: int = 1
 ) -> compiled_step.CompiledStep:
@@ -119,7 +92,7 @@ def transformer(
     with tfmix.policy_scope(policy):
         model = gpu_models.transformer(**TRANSFORMER)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        optimizer = WRAPPERS[way](keras.optimizers.Adam())
+        optimizer = overhead.SYSTEMS[way](keras.optimizers.Adam())
         # By default `compile` would wrap the optimizer under the policy.
         wrap = way != "bare"
         model.compile(optimizer, loss=loss, auto_scale_loss=wrap)
@@ -135,7 +108,7 @@ def _by_tensorflow(optimizer: Any, variables: list, device: Any) -> Any:
 
     @tf.function(jit_compile=True, autograph=False)
     def step(*narrow: Any) -> None:
-        _say_scaled(optimizer)
+        say_scaled(optimizer)
         with context_values.holding(in_fit=True):
             optimizer.apply(_cast(narrow, variables), variables)
 
@@ -150,7 +123,7 @@ def _cast(narrow: Iterable[Any], variables: list) -> list:
     ]
 
 
-def _say_scaled(optimizer: Any) -> None:
+def say_scaled(optimizer: Any) -> None:
     """Marks the gradients as those of a scaled loss."""
     optimizer.scale_loss(keras.ops.ones(()))
 

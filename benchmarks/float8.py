@@ -92,7 +92,7 @@ def table(width: int) -> results.Table:
                 "at least, ms": f"{1e3 * made.seconds:.3f} ({made.bound})",
             }
         )
-    return results.Table(f"Two blocks of width {width}, for h200", rows)
+    return results.Table(f"Blocks of width {width}", rows)
 
 
 FLAGS = results.flag_values()

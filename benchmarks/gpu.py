@@ -230,22 +230,22 @@ def write_programs(folder: str, wanted: list[tuple[str, ...]]) -> None:
 
 def tables(record: dict[str, Any]) -> list[results.Table]:
     """Returns the tables of a file's rows, in the order of the jobs."""
-    rows = sorted(
+    models = sorted(
         record["models"],
         key=lambda row: JOBS.index(tuple(row[name] for name in _KEY)),
     )
-    shown = [
-        {
-            "model, batch": row["title"],
-            "precision": row["precision"],
-            "library": row["library"],
-            "optimizer": row["optimizer"],
-            "first step, s": row["first step, s"],
-            "ms a step": _spread(row),
-            "peak, GB": row["peak, GB"],
-        }
-        for row in rows
+    columns = ("precision", "library", "optimizer", "first step, s")
+    columns += ("ms a step", "peak, GB")
+    steps = [
+        {"model, batch": row["title"], **_cells(row, columns)} for row in models
     ]
+    found = [results.Table("Training steps", steps, _MODELS_NOTE)]
+    if record.get("tensorflow"):
+        columns = ("model", "precision", "library", "compiling, s")
+        columns += ("ms a step", "memory, GB")
+        steps = [_cells(row, columns) for row in record["tensorflow"]]
+        title = "TensorFlow's training steps"
+        found.append(results.Table(title, steps, _TENSORFLOW_NOTE))
     products: dict[str, dict[str, Any]] = {}
     for row in sorted(
         record["products"], key=lambda row: (row["k"], row["n"], row["rows"])
@@ -253,47 +253,18 @@ def tables(record: dict[str, Any]) -> list[results.Table]:
         name = f"{row['k']} x {row['n']}"
         cells = products.setdefault(name, {"weight": name})
         cells[f"{row['rows']} rows"] = row["ratio"]
-    of_tensorflow = [
-        {
-            "model": row["model"],
-            "precision": row["precision"],
-            "library": row["library"],
-            "compiling, s": row["compiling, s"],
-            "ms a step": _spread(row),
-            "memory, GB": row["memory, GB"],
-        }
-        for row in record.get("tensorflow", ())
-    ]
-    return [
-        results.Table("Training steps", shown, _MODELS_NOTE),
-        *(
-            [
-                results.Table(
-                    "TensorFlow's training steps",
-                    of_tensorflow,
-                    _TENSORFLOW_NOTE,
-                )
-            ]
-            if of_tensorflow
-            else []
-        ),
-        *(
-            [
-                results.Table(
-                    "Single products: how many times as fast float8 is",
-                    list(products.values()),
-                    _PRODUCTS_NOTE,
-                )
-            ]
-            if products
-            else []
-        ),
-    ]
+    if products:
+        title = "Single products: how many times as fast float8 is"
+        found.append(
+            results.Table(title, list(products.values()), _PRODUCTS_NOTE)
+        )
+    return found
 
 
-def _spread(row: dict[str, Any]) -> dict[str, Any]:
+def _cells(row: dict[str, Any], columns: tuple[str, ...]) -> dict[str, Any]:
     low, high = row["least ms"], row["most ms"]
-    return {"median": row["ms"], "low": low, "high": high, "runs": 5}
+    spread = {"median": row["ms"], "low": low, "high": high, "runs": 5}
+    return {name: {"ms a step": spread, **row}[name] for name in columns}
 
 
 def found_gpu() -> str | None:

@@ -21,15 +21,17 @@ class Task:
         title: The model and the batch, for tables.
         build: Function of `sizes` that creates the model.
         batch: Function of `rows` and `sizes` that creates inputs and targets.
-        sizes: Keyword arguments of both functions.
         rows: The batch size.
+        sizes: Keyword arguments of both functions.
+        tiny: The same for the tiny size.
     """
 
     title: str
     build: Callable[..., keras.Model]
     batch: Callable[..., tuple[Any, Any]]
-    sizes: dict[str, Any]
     rows: int
+    sizes: dict[str, Any]
+    tiny: dict[str, Any]
 
     def batch_of_all(self) -> tuple[Any, Any]:
         """Returns inputs and targets of the whole batch."""
@@ -138,20 +140,17 @@ def _logits(x: Any, classes: int) -> Any:
     return float32(layers.Dense(classes)(x))
 
 
-def bytes_of_images(
-    rows: int, size: int, classes: int, **_: Any
-) -> tuple[Any, Any]:
-    """Returns random images as bytes, and classes."""
-    random = np.random.default_rng(0)
-    x = random.integers(0, 256, (rows, size, size, 3)).astype("uint8")
-    return x, random.integers(0, classes, rows).astype("int32")
-
-
 def images(rows: int, size: int, classes: int, **_: Any) -> tuple[Any, Any]:
     """Returns random images, in float32, and classes."""
     random = np.random.default_rng(0)
     x = random.normal(size=(rows, size, size, 3)).astype("float32")
     return x, random.integers(0, classes, rows).astype("int32")
+
+
+def bytes_of_images(rows: int, **sizes: Any) -> tuple[Any, Any]:
+    """Returns random images as bytes, and classes."""
+    x, y = images(rows, **sizes)
+    return np.clip(128 + 40 * x, 0, 255).astype("uint8"), y
 
 
 def tokens(
@@ -168,84 +167,44 @@ TASKS = {
         "four Llama-3-8B blocks, 4096 tokens",
         llama,
         tokens,
-        {
-            "length": 2048,
-            "width": 4096,
-            "heads": 32,
-            "shared": 8,
-            "hidden": 14336,
-            "blocks": 4,
-            "vocabulary": 256,
-        },
         2,
+        dict(
+            **dict(length=2048, width=4096, heads=32, shared=8, hidden=14336),
+            **dict(blocks=4, vocabulary=256),
+        ),
+        dict(
+            **dict(length=32, width=256, heads=4, shared=2, hidden=512),
+            **dict(blocks=1, vocabulary=32),
+        ),
     ),
     "vit": Task(
         "ViT-H/14, 8 x 224 x 224",
         vit,
         images,
-        {
-            "size": 224,
-            "patch": 14,
-            "width": 1280,
-            "heads": 16,
-            "blocks": 32,
-            "classes": 1000,
-        },
         8,
+        dict(size=224, patch=14, width=1280, heads=16, blocks=32, classes=1000),
+        dict(size=8, patch=4, width=16, heads=2, blocks=1, classes=5),
     ),
     "transformer": Task(
         "transformer, 16384 tokens",
         transformer,
         tokens,
-        {
-            "length": 512,
-            "width": 768,
-            "heads": 12,
-            "blocks": 12,
-            "vocabulary": 32000,
-        },
         32,
+        dict(length=512, width=768, heads=12, blocks=12, vocabulary=32000),
+        dict(length=8, width=8, heads=2, blocks=1, vocabulary=16),
     ),
     "resnet50": Task(
         "ResNet-50, 256 x 224 x 224",
         resnet,
         bytes_of_images,
-        {"size": 224, "width": 64, "stages": (3, 4, 6, 3), "classes": 1000},
         256,
+        dict(size=224, width=64, stages=(3, 4, 6, 3), classes=1000),
+        dict(size=16, width=4, stages=(1, 1), classes=5),
     ),
-}
-_TINY = {
-    "llama": {
-        "length": 32,
-        "width": 256,
-        "heads": 4,
-        "shared": 2,
-        "hidden": 512,
-        "blocks": 1,
-        "vocabulary": 32,
-    },
-    "vit": {
-        "size": 8,
-        "patch": 4,
-        "width": 16,
-        "heads": 2,
-        "blocks": 1,
-        "classes": 5,
-    },
-    "transformer": {
-        "length": 8,
-        "width": 8,
-        "heads": 2,
-        "blocks": 1,
-        "vocabulary": 16,
-    },
-    "resnet50": {"size": 16, "width": 4, "stages": (1, 1), "classes": 5},
 }
 
 
 def task(name: str, tiny: bool = False) -> Task:
     """Returns a task, in its full size or in a tiny one."""
     full = TASKS[name]
-    if not tiny:
-        return full
-    return dataclasses.replace(full, sizes=_TINY[name], rows=2)
+    return dataclasses.replace(full, sizes=full.tiny, rows=2) if tiny else full

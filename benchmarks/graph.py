@@ -13,7 +13,6 @@ import contextlib
 import functools
 import math
 import os
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -42,53 +41,35 @@ def models() -> Iterator[tuple[str, Any, Any]]:
     from keras import layers
 
     last = layers.GlobalAveragePooling2D
+    pixels = 32, 32, 32, 16
+    same = {"padding": "same", "activation": "relu"}
     yield "three Dense", _dense(1024, 1024), (256, 512)
     yield REPLICAS, _dense(1024, 1024), (256, 512)
-    convolutions = [
-        layers.Conv2D(size, 3, padding="same", activation="relu")
-        for size in (64, 64, 128)
+    three = [layers.Conv2D(size, 3, **same) for size in (64, 64, 128)]
+    yield "three Conv2D", [*three, last()], pixels
+    two = [layers.Conv1D(128, 5, activation="relu"), layers.Conv1D(128, 1)]
+    yield "two Conv1D", [*two, layers.GlobalMaxPooling1D()], (32, 256, 32)
+    heads = layers.EinsumDense("abc,cde->abde", (None, 8, 64), bias_axes="de")
+    joined = layers.EinsumDense("abde,dec->abc", (None, 128))
+    two = [heads, joined, layers.GlobalAveragePooling1D()]
+    yield "two EinsumDense", two, (32, 64, 128)
+    mixed = [
+        layers.SeparableConv2D(64, 3, **same),
+        layers.DepthwiseConv2D(3, padding="same"),
+        layers.BatchNormalization(),
+        layers.Conv2DTranspose(32, 3, strides=2, padding="same"),
     ]
-    yield "three Conv2D", [*convolutions, last()], (32, 32, 32, 16)
-    yield (
-        "two Conv1D",
-        [
-            layers.Conv1D(128, 5, activation="relu"),
-            layers.Conv1D(128, 1),
-            layers.GlobalMaxPooling1D(),
-        ],
-        (32, 256, 32),
-    )
-    yield (
-        "two EinsumDense",
-        [
-            layers.EinsumDense("abc,cde->abde", (None, 8, 64), bias_axes="de"),
-            layers.EinsumDense("abde,dec->abc", (None, 128)),
-            layers.GlobalAveragePooling1D(),
-        ],
-        (32, 64, 128),
-    )
-    yield (
-        "separable, depthwise, transposed",
-        [
-            layers.SeparableConv2D(64, 3, padding="same", activation="relu"),
-            layers.DepthwiseConv2D(3, padding="same"),
-            layers.BatchNormalization(),
-            layers.Conv2DTranspose(32, 3, strides=2, padding="same"),
-            last(),
-        ],
-        (32, 32, 32, 16),
-    )
+    yield "separable, depthwise, transposed", [*mixed, last()], pixels
     loops = [layers.LSTM(128, return_sequences=True), layers.LSTM(128)]
     yield "two LSTM", loops, (64, 20, 64)
     both = [layers.Bidirectional(layers.GRU(128))]
     yield "bidirectional GRU", both, (64, 20, 64)
     yield "ConvLSTM2D", [layers.ConvLSTM2D(32, 3), last()], (8, 8, 16, 16, 8)
     yield "Embedding", [layers.Embedding(1000, 256), *_dense(256)], (16, 64)
-    for name, attention in (
-        ("MultiHeadAttention", layers.MultiHeadAttention(4, 64)),
-        ("GroupQueryAttention", layers.GroupQueryAttention(64, 4, 2)),
-    ):
-        yield name, [*_dense(256), attention], (16, 64, 256)
+    attention = layers.MultiHeadAttention(4, 64)
+    yield "MultiHeadAttention", [*_dense(256), attention], (16, 64, 256)
+    grouped = layers.GroupQueryAttention(64, 4, 2)
+    yield "GroupQueryAttention", [*_dense(256), grouped], (16, 64, 256)
 
 
 def _dense(*sizes: int) -> list:
@@ -246,16 +227,18 @@ flags.DEFINE_list(
 )
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main() -> int:
     """Parses, counts, prints; 1 if products run off the Tensor Cores."""
-    words = sys.argv[1:] if arguments is None else arguments
-    results.parse(FLAGS, words)
+    results.parse(FLAGS)
     if FLAGS.count:
         answers.answer(counts(*FLAGS.count))
         return 0
-    run = results.Run("graph", words, "tensorflow", "counted, not timed")
-    tables = [table(policy) for policy in results.track(POLICIES, "policies")]
-    results.publish(run.record(tables), FLAGS)
+    tables = results.measure(
+        "graph",
+        FLAGS,
+        lambda: map(table, results.track(POLICIES, "policies")),
+        "counted, not timed",
+    )
     rows = [row for shown in tables for row in shown.rows]
     return int(any(row["products on a T4"] > 1.02 for row in rows))
 

@@ -1,7 +1,7 @@
 """Runs a layer forward and backward in one dtype and compares two runs."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -178,20 +178,11 @@ class _Run:
         if weights:
             self._layer.set_weights(weights)
         cast = cast_all(inputs, self._dtype)
-        outputs, by_input, by_weight = self._gradients(cast)
-        named = {f"output {i}": t for i, t in enumerate(outputs)}
-        named.update({f"d input {i}": t for i, t in enumerate(by_input)})
         paths = [v.path.split("/")[-1] for v in self._variables]
-        named.update(
-            {
-                f"d {p} {i}": t
-                for i, (p, t) in enumerate(zip(paths, by_weight, strict=True))
-            }
-        )
+        found = named(self._gradients(cast), paths)
         return {
-            k: to_numpy(t) / (1 if k.startswith("output") else self._loss_scale)
-            for k, t in named.items()
-            if t is not None
+            k: t / (1 if k.startswith("output") else self._loss_scale)
+            for k, t in found.items()
         }
 
     def _call(self, tensors: Any) -> Any:
@@ -201,6 +192,22 @@ class _Run:
             arguments["training"] = recipe.training
         tensors = [tensors] if recipe.as_list else tensors
         return self._layer(*tensors, **arguments)
+
+
+def named(
+    found: tuple[Any, Any, Any], weights: Iterable[str] = ()
+) -> dict[str, np.ndarray]:
+    """Returns outputs, and gradients of inputs and named weights, by name."""
+    outputs, by_input, by_weight = found
+    tensors = {
+        **{f"output {i}": t for i, t in enumerate(outputs)},
+        **{f"d input {i}": t for i, t in enumerate(by_input)},
+        **{
+            f"d {path} {i}": t
+            for i, (path, t) in enumerate(zip(weights, by_weight, strict=True))
+        },
+    }
+    return {k: to_numpy(t) for k, t in tensors.items() if t is not None}
 
 
 def _build(call: Any, inputs: Any) -> None:

@@ -289,14 +289,7 @@ def _compiled(case: Case, op: Any, mode: str) -> layer_measure.Gradients:
 def _run(
     function: layer_measure.Gradients, inputs: list[np.ndarray], dtype: str
 ) -> dict[str, np.ndarray]:
-    outputs, by_input, _ = function(layer_measure.cast_all(inputs, dtype))
-    named = {f"output {i}": t for i, t in enumerate(outputs)}
-    named.update({f"d input {i}": t for i, t in enumerate(by_input)})
-    return {
-        name: layer_measure.to_numpy(tensor)
-        for name, tensor in named.items()
-        if tensor is not None
-    }
+    return layer_measure.named(function(layer_measure.cast_all(inputs, dtype)))
 
 
 def _deviation(

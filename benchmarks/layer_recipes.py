@@ -35,22 +35,20 @@ class Recipe:
 # neither here nor in a recipe.
 NOT_SWEPT = {
     "Discretization": "gives integers, has no gradient",
-    "FlaxLayer": "wraps another library",
-    "HashedCrossing": "takes integers",
-    "Hashing": "takes integers or strings",
     "Input": "a function",
     "InputLayer": "computes nothing",
     "InputSpec": "no layer",
-    "IntegerLookup": "takes integers",
-    "JaxLayer": "wraps another library",
     "Lambda": "runs the user's function",
-    "Layer": "a base class",
     "MaxNumBoundingBoxes": "pads bounding boxes, not tensors",
-    "StringLookup": "takes strings",
     "TFSMLayer": "wraps a SavedModel",
-    "TextVectorization": "takes strings",
-    "TorchModuleWrapper": "wraps another library",
-    "Wrapper": "a base class",
+    **dict.fromkeys(("Layer", "Wrapper"), "a base class"),
+    **dict.fromkeys(
+        ("HashedCrossing", "Hashing", "IntegerLookup"), "takes integers"
+    ),
+    **dict.fromkeys(("StringLookup", "TextVectorization"), "takes strings"),
+    **dict.fromkeys(
+        ("FlaxLayer", "JaxLayer", "TorchModuleWrapper"), "wraps another library"
+    ),
 }
 
 # Random layers are swept in inference, because the random numbers of two dtypes
@@ -59,38 +57,66 @@ _SEQUENCE = (4, 32, 64)
 _IMAGE = (2, 16, 16, 3)
 _MAP = (2, 16, 16, 8)
 _VOLUME = (2, 8, 8, 8, 4)
-_RANDOM_IMAGE_LAYERS: dict[str, dict[str, Any]] = {
-    "AugMix": {},
-    "CutMix": {},
-    "MixUp": {},
-    "Mosaic": {},
-    "RandAugment": {},
-    "RandomBrightness": {"factor": 0.2},
+_IMAGE_LAYERS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(
+        (
+            *("AugMix", "CutMix", "MixUp", "Mosaic", "RandAugment"),
+            *("RandomColorJitter", "RandomElasticTransform", "RandomErasing"),
+            *("RandomFlip", "RandomGaussianBlur", "RandomGrayscale"),
+            *("RandomInvert", "RandomPerspective"),
+        ),
+        {},
+    ),
+    **dict.fromkeys(
+        (
+            *("RandomBrightness", "RandomContrast", "RandomHue"),
+            *("RandomRotation", "RandomSaturation", "RandomSharpness"),
+        ),
+        {"factor": 0.2},
+    ),
     "RandomColorDegeneration": {"factor": 0.5},
-    "RandomColorJitter": {},
     "RandomCrop": {"height": 8, "width": 8},
-    "RandomContrast": {"factor": 0.2},
-    "RandomElasticTransform": {},
-    "RandomErasing": {},
-    "RandomFlip": {},
-    "RandomGaussianBlur": {},
-    "RandomGrayscale": {},
-    "RandomHue": {"factor": 0.2},
-    "RandomInvert": {},
-    "RandomPerspective": {},
     "RandomPosterization": {"factor": 4},
-    "RandomRotation": {"factor": 0.2},
-    "RandomSaturation": {"factor": 0.2},
-    "RandomSharpness": {"factor": 0.2},
     "RandomShear": {"x_factor": 0.2},
     "RandomTranslation": {"height_factor": 0.2, "width_factor": 0.2},
     "RandomZoom": {"height_factor": 0.2},
 }
+# Layers of one, two and three dimensions that have the same arguments.
+_BY_RANK: dict[str, dict[str, Any]] = {
+    "Cropping": {"cropping": 1},
+    "GlobalMaxPooling": {},
+    "MaxPooling": {},
+    "AdaptiveMaxPooling": {"output_size": 2},
+    "SpatialDropout": {"rate": 0.2},
+    "ZeroPadding": {},
+}
 # The values are constructor arguments and input shapes.
-_PLAIN: dict[str, tuple[dict[str, Any], Any]] = {
+_PLAIN: dict[str, tuple[dict[str, Any], Shape]] = {
+    **{
+        f"{family}{rank}D": (arguments, shape)
+        for family, arguments in _BY_RANK.items()
+        for rank, shape in enumerate((_SEQUENCE, _MAP, _VOLUME), 1)
+    },
+    **dict.fromkeys(
+        ("ELU", "Identity", "LeakyReLU", "Masking", "PReLU", "ReLU"),
+        ({}, _SEQUENCE),
+    ),
+    **dict.fromkeys(
+        ("AlphaDropout", "Dropout", "GaussianDropout"),
+        ({"rate": 0.2}, _SEQUENCE),
+    ),
+    **dict.fromkeys(("Dense", "TernaryDense"), ({"units": 32}, (16, 512))),
+    **dict.fromkeys(("GRU", "LSTM", "SimpleRNN"), ({"units": 16}, (4, 12, 32))),
+    **dict.fromkeys(("RMSNormalization", "UnitNormalization"), ({}, (4, 1024))),
+    **dict.fromkeys(
+        ("AutoContrast", "Equalization", "Solarization"),
+        ({"value_range": (0, 255)}, _IMAGE),
+    ),
+    **dict.fromkeys(
+        ("CenterCrop", "Resizing"), ({"height": 8, "width": 8}, _IMAGE)
+    ),
     "Activation": ({"activation": "softmax"}, _SEQUENCE),
     "ActivityRegularization": ({"l2": 0.1}, _SEQUENCE),
-    "AlphaDropout": ({"rate": 0.2}, _SEQUENCE),
     "Conv1D": ({"filters": 16, "kernel_size": 3}, _SEQUENCE),
     "Conv1DTranspose": ({"filters": 8, "kernel_size": 3}, _SEQUENCE),
     "Conv2D": ({"filters": 16, "kernel_size": 3}, _MAP),
@@ -100,61 +126,36 @@ _PLAIN: dict[str, tuple[dict[str, Any], Any]] = {
     "ConvLSTM1D": ({"filters": 4, "kernel_size": 3}, (2, 4, 8, 4)),
     "ConvLSTM2D": ({"filters": 4, "kernel_size": 3}, (2, 3, 8, 8, 4)),
     "ConvLSTM3D": ({"filters": 2, "kernel_size": 3}, (1, 2, 4, 4, 4, 2)),
-    "Cropping1D": ({"cropping": 1}, _SEQUENCE),
-    "Cropping2D": ({"cropping": 1}, _MAP),
-    "Cropping3D": ({"cropping": 1}, _VOLUME),
-    "Dense": ({"units": 32}, (16, 512)),
-    "TernaryDense": ({"units": 32}, (16, 512)),
     "DepthwiseConv1D": ({"kernel_size": 3}, _SEQUENCE),
     "DepthwiseConv2D": ({"kernel_size": 3}, _MAP),
-    "Dropout": ({"rate": 0.2}, _SEQUENCE),
-    "ELU": ({}, _SEQUENCE),
+    "SeparableConv1D": ({"filters": 16, "kernel_size": 3}, _SEQUENCE),
+    "SeparableConv2D": ({"filters": 16, "kernel_size": 3}, _MAP),
     "EinsumDense": (
         {"equation": "abc,cd->abd", "output_shape": (None, 32)},
         _SEQUENCE,
     ),
     "Flatten": ({}, _MAP),
-    "GRU": ({"units": 16}, (4, 12, 32)),
-    "GaussianDropout": ({"rate": 0.2}, _SEQUENCE),
     "GaussianNoise": ({"stddev": 0.2}, _SEQUENCE),
+    "GroupNormalization": ({"groups": 4}, _MAP),
+    "LayerNormalization": ({}, (4, 32, 256)),
     "GlobalAveragePooling1D": ({}, (2, 4096, 8)),
     "GlobalAveragePooling2D": ({}, (2, 64, 64, 8)),
     "GlobalAveragePooling3D": ({}, (2, 16, 16, 16, 4)),
-    "GlobalMaxPooling1D": ({}, _SEQUENCE),
-    "GlobalMaxPooling2D": ({}, _MAP),
-    "GlobalMaxPooling3D": ({}, _VOLUME),
-    "Identity": ({}, _SEQUENCE),
-    "LSTM": ({"units": 16}, (4, 12, 32)),
-    "LeakyReLU": ({}, _SEQUENCE),
-    "Masking": ({}, _SEQUENCE),
-    "MaxPooling1D": ({}, _SEQUENCE),
-    "MaxPooling2D": ({}, _MAP),
-    "MaxPooling3D": ({}, _VOLUME),
     "AdaptiveAveragePooling1D": ({"output_size": 2}, (2, 4096, 8)),
     "AdaptiveAveragePooling2D": ({"output_size": 2}, (2, 64, 64, 8)),
     "AdaptiveAveragePooling3D": ({"output_size": 2}, _VOLUME),
-    "AdaptiveMaxPooling1D": ({"output_size": 2}, _SEQUENCE),
-    "AdaptiveMaxPooling2D": ({"output_size": 2}, _MAP),
-    "AdaptiveMaxPooling3D": ({"output_size": 2}, _VOLUME),
     "AveragePooling1D": ({"pool_size": 1024}, (2, 4096, 8)),
     "AveragePooling2D": ({"pool_size": 64}, (2, 64, 64, 8)),
     "AveragePooling3D": ({"pool_size": 8}, _VOLUME),
-    "PReLU": ({}, _SEQUENCE),
+    "Normalization": ({"mean": 100.0, "variance": 4.0}, (16, 32)),
     "Permute": ({"dims": (2, 1)}, _SEQUENCE),
-    "RMSNormalization": ({}, (4, 1024)),
-    "ReLU": ({}, _SEQUENCE),
     "RepeatVector": ({"n": 3}, (4, 64)),
     "Rescaling": ({"scale": 1 / 255.0}, _IMAGE),
     "Reshape": ({"target_shape": (-1,)}, _SEQUENCE),
-    "Resizing": ({"height": 8, "width": 8}, _IMAGE),
-    "CenterCrop": ({"height": 8, "width": 8}, _IMAGE),
-    "AutoContrast": ({"value_range": (0, 255)}, _IMAGE),
     "ContrastLimitedAdaptiveHistogramEqualization": (
         {"value_range": (0, 255), "tile_grid_size": (2, 2)},
         _IMAGE,
     ),
-    "Equalization": ({"value_range": (0, 255)}, _IMAGE),
-    "Solarization": ({"value_range": (0, 255)}, _IMAGE),
     "MelSpectrogram": (
         {"fft_length": 256, "sequence_stride": 128, "num_mel_bins": 16},
         (2, 2048),
@@ -163,27 +164,25 @@ _PLAIN: dict[str, tuple[dict[str, Any], Any]] = {
         {"frame_length": 128, "frame_step": 64, "fft_length": 128},
         (2, 1024, 1),
     ),
-    "SeparableConv1D": ({"filters": 16, "kernel_size": 3}, _SEQUENCE),
-    "SeparableConv2D": ({"filters": 16, "kernel_size": 3}, _MAP),
-    "SimpleRNN": ({"units": 16}, (4, 12, 32)),
     "Softmax": ({}, (4, 1000)),
-    "SpatialDropout1D": ({"rate": 0.2}, _SEQUENCE),
-    "SpatialDropout2D": ({"rate": 0.2}, _MAP),
-    "SpatialDropout3D": ({"rate": 0.2}, _VOLUME),
-    "UnitNormalization": ({}, (4, 1024)),
+    "Softmax(axis=(1, 2))": ({"axis": (1, 2)}, (4, 32, 32)),
     "UpSampling1D": ({}, _SEQUENCE),
     "UpSampling2D": ({"interpolation": "bilinear"}, _MAP),
     "UpSampling3D": ({}, (1, 4, 4, 4, 2)),
-    "ZeroPadding1D": ({}, _SEQUENCE),
-    "ZeroPadding2D": ({}, _MAP),
-    "ZeroPadding3D": ({}, _VOLUME),
 }
-_IN_TRAINING: dict[str, tuple[dict[str, Any], Shape]] = {
-    "BatchNormalization": ({}, (32, 16, 16, 8)),
-    "GroupNormalization": ({"groups": 4}, _MAP),
-    "LayerNormalization": ({}, (4, 32, 256)),
+# These take a list of inputs.
+_MERGES: dict[str, tuple[dict[str, Any], tuple[Shape, ...]]] = {
+    **dict.fromkeys(
+        ("Add", "Concatenate", "Maximum", "Minimum", "Multiply", "Subtract"),
+        ({}, (_SEQUENCE,) * 2),
+    ),
+    **dict.fromkeys(
+        ("AdditiveAttention", "Attention"), ({}, ((2, 16, 32),) * 2)
+    ),
+    "Average": ({}, ((2, 32),) * 300),
+    "Dot": ({"axes": 1}, ((4, 256),) * 2),
+    "Dot(normalize=True)": ({"axes": 1, "normalize": True}, ((4, 1024),) * 2),
 }
-_MERGES = ("Add", "Concatenate", "Maximum", "Minimum", "Multiply", "Subtract")
 
 
 def layer_recipes() -> dict[str, Recipe]:
@@ -217,115 +216,89 @@ def activation_recipes() -> dict[str, Recipe]:
 
 
 def _plain_recipes() -> dict[str, Recipe]:
-    recipes = {
-        name: Recipe(_maker(name, arguments), (shape,))
-        for name, (arguments, shape) in _PLAIN.items()
+    return {
+        **{
+            label: Recipe(_maker(label, arguments), (shape,))
+            for label, (arguments, shape) in _PLAIN.items()
+        },
+        **{
+            label: Recipe(_maker(label, arguments), (_IMAGE,), training=False)
+            for label, arguments in _IMAGE_LAYERS.items()
+        },
+        **{
+            label: Recipe(_maker(label, arguments), shapes, as_list=True)
+            for label, (arguments, shapes) in _MERGES.items()
+        },
     }
-    for name, arguments in _RANDOM_IMAGE_LAYERS.items():
-        make = _maker(name, arguments)
-        recipes[name] = Recipe(make, (_IMAGE,), training=False)
-    for name, (arguments, shape) in _IN_TRAINING.items():
-        training = True if name == "BatchNormalization" else None
-        recipes[name] = Recipe(_maker(name, arguments), (shape,), training)
-    for name in _MERGES:
-        pair = (_SEQUENCE, _SEQUENCE)
-        recipes[name] = Recipe(_maker(name, {}), pair, as_list=True)
-    return recipes
 
 
 def _composite_recipes() -> dict[str, Recipe]:
-    """Returns recipes that need several inputs, or other layers."""
+    """Returns recipes of layers that hold others, or have unusual inputs."""
     layers = keras.layers
-    pair = ((2, 16, 32), (2, 16, 32))
+    pair, series = ((2, 16, 32), (2, 16, 32)), ((4, 12, 32),)
     state = ((4, 32), (4, 16))
     found = {
-        "AdditiveAttention": Recipe(
-            lambda: layers.AdditiveAttention(), pair, as_list=True
-        ),
-        "Attention": Recipe(lambda: layers.Attention(), pair, as_list=True),
-        "Average": Recipe(
-            lambda: layers.Average(), ((2, 32),) * 300, as_list=True
+        "BatchNormalization": Recipe(
+            layers.BatchNormalization, ((32, 16, 16, 8),), training=True
         ),
         "Bidirectional": Recipe(
-            lambda: layers.Bidirectional(layers.LSTM(8)), ((4, 12, 32),)
+            lambda: layers.Bidirectional(layers.LSTM(8)), series
         ),
-        "Dot": Recipe(
-            lambda: layers.Dot(axes=1), ((4, 256), (4, 256)), as_list=True
+        "CategoryEncoding": Recipe(
+            lambda: layers.CategoryEncoding(64, output_mode="count"),
+            ((4, 12),),
+            call={"ids": 64},
         ),
-        "Dot(normalize=True)": Recipe(
-            lambda: layers.Dot(axes=1, normalize=True),
-            ((4, 1024), (4, 1024)),
-            as_list=True,
+        "Embedding": Recipe(
+            lambda: layers.Embedding(64, 16), ((4, 12),), call={"ids": 64}
         ),
         "GRUCell": Recipe(lambda: layers.GRUCell(16), state),
-        "GroupQueryAttention": Recipe(
-            lambda: layers.GroupQueryAttention(16, 4, 2), pair
-        ),
-        "LSTMCell": Recipe(
-            lambda: layers.LSTMCell(16), ((4, 32), ((4, 16), (4, 16)))
-        ),
-        "MultiHeadAttention": Recipe(
-            lambda: layers.MultiHeadAttention(4, 16), pair
-        ),
-        "MultiHeadAttention(dropout=0.1)": Recipe(
-            lambda: layers.MultiHeadAttention(4, 16, dropout=0.1), pair
-        ),
-        "GroupQueryAttention(dropout=0.1)": Recipe(
-            lambda: layers.GroupQueryAttention(16, 4, 2, dropout=0.1), pair
-        ),
         "GlobalAveragePooling1D(mask)": Recipe(
-            lambda: layers.GlobalAveragePooling1D(),
+            layers.GlobalAveragePooling1D,
             ((2, 4096, 8),),
             call={"mask": np.ones((2, 4096), bool)},
         ),
-        "Normalization": Recipe(
-            lambda: layers.Normalization(mean=100.0, variance=4.0),
-            ((16, 32),),
+        "LSTMCell": Recipe(
+            lambda: layers.LSTMCell(16), ((4, 32), ((4, 16), (4, 16)))
         ),
         "Pipeline": Recipe(
             lambda: layers.Pipeline(
                 [layers.Rescaling(1 / 255.0), layers.CenterCrop(8, 8)]
             ),
-            ((2, 16, 16, 3),),
+            (_IMAGE,),
         ),
-        "RNN": Recipe(lambda: layers.RNN(layers.GRUCell(16)), ((4, 12, 32),)),
+        "RNN": Recipe(lambda: layers.RNN(layers.GRUCell(16)), series),
+        # It came with Keras 3.13.
+        "ReversibleEmbedding": Recipe(
+            lambda: layers.ReversibleEmbedding(64, 32),
+            ((4, 32),),
+            call={"reverse": True},
+        ),
         "SimpleRNNCell": Recipe(lambda: layers.SimpleRNNCell(16), state),
-        "Softmax(axis=(1, 2))": Recipe(
-            lambda: layers.Softmax(axis=(1, 2)), ((4, 32, 32),)
-        ),
         "SpectralNormalization": Recipe(
             lambda: layers.SpectralNormalization(layers.Dense(32)),
             ((16, 128),),
             training=False,
         ),
         "StackedRNNCells": Recipe(
-            lambda: layers.RNN(
-                layers.StackedRNNCells(
-                    [layers.LSTMCell(8), layers.SimpleRNNCell(8)]
-                )
-            ),
-            ((4, 12, 32),),
+            lambda: layers.RNN([layers.LSTMCell(8), layers.SimpleRNNCell(8)]),
+            series,
         ),
         "TimeDistributed": Recipe(
             lambda: layers.TimeDistributed(layers.Dense(16)), ((4, 12, 64),)
         ),
     }
-    found["CategoryEncoding"] = Recipe(
-        lambda: layers.CategoryEncoding(64, output_mode="count"),
-        ((4, 12),),
-        call={"ids": 64},
-    )
-    found["Embedding"] = Recipe(
-        lambda: layers.Embedding(64, 16), ((4, 12),), call={"ids": 64}
-    )
-    if hasattr(layers, "ReversibleEmbedding"):
-        found["ReversibleEmbedding"] = Recipe(
-            lambda: layers.ReversibleEmbedding(64, 32),
-            ((4, 32),),
-            call={"reverse": True},
-        )
+    for name, sizes in (
+        ("GroupQueryAttention", (16, 4, 2)),
+        ("MultiHeadAttention", (4, 16)),
+    ):
+        make = functools.partial(getattr(layers, name), *sizes)
+        found[name] = Recipe(make, pair)
+        dropout = functools.partial(make, dropout=0.1)
+        found[f"{name}(dropout=0.1)"] = Recipe(dropout, pair)
     return found
 
 
-def _maker(name: str, arguments: dict[str, Any]) -> Callable[[], Any]:
+def _maker(label: str, arguments: dict[str, Any]) -> Callable[[], Any]:
+    name = layer_name(label)
     return lambda: getattr(keras.layers, name)(**arguments)

@@ -1,21 +1,17 @@
 """Sweeps every layer and activation of Keras in 16 bit against float32.
 
-Run it with `python -m benchmarks.layers`. It prints the layers that exceed a
-bound in Keras or in tfmix, side by side, and then the effect of op rules on
-single ops (`--part layers` or `--part ops` for one of the two). `--json PATH`
-writes all results on layers, and `--save` writes the tables into docs/.
+    python -m benchmarks.layers [--part=layers,ops] [--only=NAME,...]
+        [--format=float16,bfloat16] [--json] [--save=docs]
+
+`layers` shows the layers that exceed a bound in Keras or in tfmix, side by
+side. `ops` shows the effect of op rules on single ops.
 """
 
 import dataclasses
-import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
 import keras
-import rich.console
-import rich.progress
-from absl import flags
 
 from benchmarks import (
     layer_deviation,
@@ -200,8 +196,7 @@ def summary(rows: Sequence[Row]) -> str:
     )
 
 
-FLAGS = flags.FlagValues()
-results.add_save(FLAGS)
+FLAGS = results.flag_values()
 results.add_names(
     FLAGS,
     "only",
@@ -213,83 +208,25 @@ _FORMATS = sorted(layer_deviation.BOUNDS)
 results.add_names(FLAGS, "format", _FORMATS, _FORMATS, "16-bit formats")
 _PARTS = ("layers", "ops")
 results.add_names(FLAGS, "part", _PARTS, _PARTS, "what to measure")
-flags.DEFINE_string("json", None, "write all results here", flag_values=FLAGS)
-flags.DEFINE_bool(
-    "resume",
-    False,
-    "go on where the run that wrote --json was cut short",
-    flag_values=FLAGS,
-)
-flags.register_multi_flags_validator(
-    ["resume", "json"],
-    lambda asked: asked["json"] or not asked["resume"],
-    "--resume needs --json=PATH, the rows of the run before",
-    flag_values=FLAGS,
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the sweep; exit code 1 if tfmix has an unexplained row."""
     words = sys.argv[1:] if arguments is None else arguments
     results.parse(FLAGS, words)
-    code = _sweep_layers(words) if "layers" in FLAGS.part else 0
-    if "ops" in FLAGS.part and not FLAGS.only:
-        _measure_ops(words)
-    return code
-
-
-def _measure_ops(words: Sequence[str]) -> None:
-    run = results.Run("layers/ops", words, keras.backend.backend(), "seed 11")
-    rows = list(layer_ops.measure(results.track(layer_ops.CASES, "ops")))
-    record = run.record([layer_ops.table(rows)])
-    results.show(record)
-    results.publish(record, FLAGS, shown=False)
-
-
-def _sweep_layers(words: Sequence[str]) -> int:
-    rows = _kept(FLAGS.json) if FLAGS.resume else []
-    how = f"seed 11; {len(rows)} rows kept from a run before" if rows else ""
-    run = results.Run(
-        "layers", words, keras.backend.backend(), how or "seed 11"
-    )
-    done = {row.name for row in rows}
-    names = [n for n in FLAGS.only or recipes() if n not in done]
-    console = rich.console.Console()
-    with rich.progress.Progress(console=console, transient=True) as progress:
+    backend = keras.backend.backend()
+    rows: list[Row] = []
+    if "layers" in FLAGS.part:
+        run = results.Run("layers", words, backend, "seed 11")
         kinds = list(layer_measure.KINDS)
-        total = len(names) * len(FLAGS.format) * len(kinds)
-        task = progress.add_task("layers", total=total)
-        for row in sweep(names, FLAGS.format, kinds):
-            rows.append(row)
-            progress.update(task, advance=1, description=row.name)
-            if FLAGS.json:
-                # The file is written after each row, so that an interrupted
-                # sweep keeps its rows.
-                found = [dataclasses.asdict(row) for row in rows]
-                Path(FLAGS.json).write_text(json.dumps(found, indent=1))
-    rows.sort(key=lambda row: list(recipes()).index(row.name))
-    record = run.record([table(rows)])
-    results.show(record)
-    results.publish(record, FLAGS, shown=False)
+        names = results.track(FLAGS.only or recipes(), "layers")
+        rows += sweep(names, FLAGS.format, kinds)
+        results.publish(run.record([table(rows)]), FLAGS)
+    if "ops" in FLAGS.part and not FLAGS.only:
+        run = results.Run("layers/ops", words, backend, "seed 11")
+        ops = layer_ops.measure(results.track(layer_ops.CASES, "ops"))
+        results.publish(run.record([layer_ops.table(ops)]), FLAGS)
     return int(any(row.is_unexplained for row in rows))
-
-
-def _kept(path: str) -> list[Row]:
-    """Returns the rows of a former run, of recipes that it finished."""
-    sides = ("keras", "tfmix", "rounded", "scaled")
-    rows = [
-        Row(
-            **{
-                key: layer_deviation.Deviation(**value)
-                if key in sides and value
-                else value
-                for key, value in each.items()
-            }
-        )
-        for each in json.loads(Path(path).read_text())
-    ]
-    # The last recipe may be incomplete.
-    return [row for row in rows if row.name != rows[-1].name]
 
 
 if __name__ == "__main__":

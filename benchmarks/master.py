@@ -3,13 +3,10 @@
     python -m benchmarks.master            # the tables, five seeds
     python -m benchmarks.master --seeds 1  # a quick look
 
-The task is digits (scikit-learn) with a small dense net, accuracy in percent on
-the last 360 images. Bytes are counted from the variables. Then follow steps of
-400 small layers with flat masters over those with plain ones.
+The task is `benchmarks.digits`. Bytes are counted from the variables. Then
+follow steps of 400 small layers with flat masters over those with plain ones.
 """
 
-import dataclasses
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -18,44 +15,8 @@ import numpy as np
 from absl import flags
 from keras import ops
 
-from benchmarks import pairs, results
+from benchmarks import digits, pairs, results
 from tfmix.optimizers import bfloat16_optimizer, master_weights
-
-
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """Data, a model of one policy and the metric of a benchmark task."""
-
-    train: tuple
-    test: tuple
-    model: Callable
-    score: Callable
-    epochs: int
-
-
-def digits() -> Task:
-    """Handwritten digits, a dense net, accuracy in percent."""
-    from sklearn import datasets
-
-    images, labels = datasets.load_digits(return_X_y=True)
-    images = (images / 16.0).astype("float32")
-
-    def model(policy: str) -> keras.Model:
-        return keras.Sequential(
-            [
-                keras.Input((64,)),
-                keras.layers.Dense(64, activation="relu", dtype=policy),
-                keras.layers.Dense(10, dtype=policy),
-                keras.layers.Activation("softmax", dtype="float32"),
-            ]
-        )
-
-    def score(predicted: np.ndarray, true: np.ndarray) -> float:
-        return 100.0 * float(np.mean(predicted.argmax(axis=-1) == true))
-
-    train, test = (images[:-360], labels[:-360]), (images[-360:], labels[-360:])
-    return Task(train, test, model, score, epochs=20)
-
 
 # The values are the policy of the layers and the wrapper of Adam.
 VARIANTS: dict[str, tuple[str, Callable]] = {
@@ -73,18 +34,6 @@ VARIANTS: dict[str, tuple[str, Callable]] = {
     ),
     "stochastic": ("bfloat16", bfloat16_optimizer.BFloat16Optimizer),
 }
-
-
-def compiled(task: Task, variant: str, seed: int) -> keras.Model:
-    """Builds and compiles the model of a task in one variant."""
-    policy, around = VARIANTS[variant]
-    keras.utils.set_random_seed(seed)
-    model = task.model(policy)
-    optimizer = around(keras.optimizers.Adam(1e-3))
-    optimizer.build(model.trainable_variables)
-    loss = "sparse_categorical_crossentropy"
-    model.compile(optimizer, loss=loss, jit_compile=False)
-    return model
 
 
 def bytes_per_parameter(model: keras.Model) -> tuple[float, float]:
@@ -109,34 +58,28 @@ def bytes_per_parameter(model: keras.Model) -> tuple[float, float]:
     return weights / count, (weights + size(inner.variables)) / count
 
 
-def run_task(task: Task, seeds: int) -> results.Table:
-    """Returns the table of one task."""
-    scores: dict[str, list[float]] = {name: [] for name in VARIANTS}
-    models = {}
-    for seed in range(seeds):
-        for name in VARIANTS:
-            models[name] = compiled(task, name, seed)
-            models[name].fit(
-                *task.train, batch_size=32, epochs=task.epochs, verbose=0
-            )
-            predicted = models[name].predict(task.test[0], verbose=0)
-            scores[name].append(task.score(predicted, task.test[1]))
-    sizes = {name: bytes_per_parameter(models[name]) for name in VARIANTS}
+def run_task(seeds: int) -> results.Table:
+    """Returns the table of the task."""
     rows = []
-    for name in VARIANTS:
-        deviation = statistics.stdev(scores[name]) if seeds > 1 else 0.0
+    for name, (policy, around) in VARIANTS.items():
+        scores = []
+        for seed in range(seeds):
+            adam = around(keras.optimizers.Adam(1e-3))
+            # By default `compile` would add masters under bfloat16.
+            how = {"jit_compile": False, "auto_scale_loss": False}
+            model, score = digits.train(adam, seed, policy, **how)
+            scores.append(score)
+        weights, state = bytes_per_parameter(model)
         rows.append(
             {
                 "variant": name,
-                "score": f"{statistics.mean(scores[name]):.2f} ± "
-                f"{deviation:.2f}",
-                "bytes per parameter": sizes[name][0],
-                "with slots": sizes[name][1],
+                "accuracy in %": results.mean(scores),
+                "bytes a weight": weights,
+                "with Adam's state": state,
             }
         )
-    title = f"digits: {task.epochs} epochs, {seeds} seeds"
     note = "Score: accuracy in percent on the last 360 images."
-    return results.Table(title, rows, note)
+    return results.Table("Digits", rows, note)
 
 
 def optimizer_step(flat: bool, layers: int) -> Callable[[], Any]:
@@ -167,17 +110,11 @@ def run_steps(
     layers: int = 400, rounds: int = 30, repeats: int = 5
 ) -> results.Table:
     """Returns the time of the step with flat masters over the plain one's."""
-    steps = {flat: optimizer_step(flat, layers) for flat in (False, True)}
-    timed = {flat: pairs.timed(step, repeats) for flat, step in steps.items()}
-    times = pairs.in_turns(timed, rounds)
-    rows = [
-        {
-            "masters": "flat" if flat else "one by one",
-            "ms": results.spread(times[flat]),
-            "ratio": results.spread(pairs.ratios(times[flat], times[False])),
-        }
-        for flat in times
-    ]
+    steps = {
+        "one by one": optimizer_step(False, layers),
+        "flat": optimizer_step(True, layers),
+    }
+    rows = pairs.compared("masters", steps, rounds, repeats)
     title = f"{layers} layers ({2 * layers} variables), Adam, graph mode"
     return results.Table(title, rows)
 
@@ -188,7 +125,7 @@ flags.DEFINE_integer("seeds", 5, "runs of each task", flag_values=FLAGS)
 
 def tables() -> list[results.Table]:
     """Measures the task and the steps."""
-    return [run_task(digits(), FLAGS.seeds), run_steps()]
+    return [run_task(FLAGS.seeds), run_steps()]
 
 
 def main() -> None:

@@ -1,11 +1,10 @@
 """Compares step times with and without the monitors, in turns.
 
-Run `python -m benchmarks.monitors`. Runs alternate, so that a slow machine
-slows both; the table shows the median ratio and its spread.
+python -m benchmarks.monitors [--steps 100] [--rounds 15] [--json] [--save=docs]
 """
 
 import os
-import time
+from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -14,29 +13,23 @@ import keras
 import numpy as np
 from absl import flags
 
+import tfmix
 from benchmarks import pairs, results
-from tfmix import callbacks
-from tfmix.loss_scaling import optimizer as scaling
 
 BATCH = 128
 WIDTH = 512
 
 
-def build(jit_compile: bool) -> keras.Model:
+def build() -> keras.Model:
     """Builds a network of matrix products in mixed_float16."""
-    hidden = [
-        keras.layers.Dense(WIDTH, "relu", dtype="mixed_float16")
-        for _ in range(4)
-    ]
-    head = [
-        keras.layers.Dense(10, dtype="mixed_float16"),
-        keras.layers.Activation("softmax", dtype="float32"),
-    ]
-    model = keras.Sequential([keras.Input((WIDTH,)), *hidden, *head])
+    with tfmix.policy_scope("mixed_float16"):
+        hidden = [keras.layers.Dense(WIDTH, "relu") for _ in range(4)]
+        head = [keras.layers.Dense(10), tfmix.float32_output("softmax")]
+        model = keras.Sequential([keras.Input((WIDTH,)), *hidden, *head])
     model.compile(
-        scaling.LossScaleOptimizer(keras.optimizers.SGD(1e-3)),
+        tfmix.LossScaleOptimizer(keras.optimizers.SGD(1e-3)),
         "sparse_categorical_crossentropy",
-        jit_compile=jit_compile,
+        jit_compile=True,
     )
     return model
 
@@ -60,59 +53,6 @@ def batches(steps: int) -> Any:
     return data.with_options(options)
 
 
-def seconds(model: keras.Model, steps: int, monitors: list[Any]) -> float:
-    """Trains for some steps; returns the seconds per step."""
-    data = batches(steps)
-    start = time.perf_counter()
-    model.fit(data, verbose=0, callbacks=monitors)
-    return (time.perf_counter() - start) / steps
-
-
-def ratios(
-    model: keras.Model, monitor: Any, steps: int, rounds: int
-) -> np.ndarray:
-    """Returns step times with the monitor over those without, in turns."""
-    times = pairs.in_turns(
-        {
-            "with": lambda: seconds(model, steps, [monitor]),
-            "without": lambda: seconds(model, steps, []),
-        },
-        rounds,
-    )
-    return np.array(pairs.ratios(times["with"], times["without"]))
-
-
-def modes() -> dict[str, bool]:
-    """Maps the modes of this backend to `jit_compile`."""
-    # Without it, JAX runs op by op, which is too slow for training.
-    is_jax = keras.backend.backend() == "jax"
-    return {"XLA": True} if is_jax else {"graph": False, "XLA": True}
-
-
-def rows_of(
-    mode: str, jit_compile: bool, steps: int, rounds: int
-) -> list[dict[str, object]]:
-    """Returns a row for each callback."""
-    model = build(jit_compile)
-    rows = []
-    for name, monitor in (
-        ("none", keras.callbacks.Callback()),
-        ("LossScaleMonitor()", callbacks.LossScaleMonitor()),
-        ("NumericsMonitor(every=100)", callbacks.NumericsMonitor(100)),
-    ):
-        found = ratios(model, monitor, steps, rounds)
-        low, middle, high = np.percentile(found, [25, 50, 75])
-        rows.append(
-            {
-                "mode": mode,
-                "callback": name,
-                "ratio (median)": float(middle),
-                "quartiles": f"{low:.3f} to {high:.3f}",
-            }
-        )
-    return rows
-
-
 FLAGS = results.flag_values()
 # By default, a monitor samples every 100 steps.
 flags.DEFINE_integer("steps", 100, "steps of a turn", flag_values=FLAGS)
@@ -120,10 +60,21 @@ flags.DEFINE_integer("rounds", 15, "turns of each callback", flag_values=FLAGS)
 
 
 def table() -> results.Table:
-    """Measures every callback in every mode."""
-    rows = []
-    for mode, jit_compile in results.track(modes().items(), "modes"):
-        rows += rows_of(mode, jit_compile, FLAGS.steps, FLAGS.rounds)
+    """Measures `fit` without a callback, then with each of some."""
+    model, data = build(), batches(FLAGS.steps)
+
+    def training(*monitors: Any) -> Callable[[], Any]:
+        return lambda: model.fit(data, verbose=0, callbacks=[*monitors])
+
+    steps = {
+        "": training(),
+        "none": training(keras.callbacks.Callback()),
+        "LossScaleMonitor()": training(tfmix.callbacks.LossScaleMonitor()),
+        "NumericsMonitor(every=100)": training(
+            tfmix.callbacks.NumericsMonitor(100)
+        ),
+    }
+    _, *rows = pairs.compared("callback", steps, FLAGS.rounds)
     title = f"Dense network, batch {BATCH}, width {WIDTH}, mixed_float16"
     return results.Table(title, rows)
 

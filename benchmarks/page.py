@@ -56,19 +56,11 @@ def _number(value: float) -> str:
     size = abs(value)
     if size == 0:
         return "0"
-    if size >= 100:
-        return f"{value:,.0f}"
+    # The place of the first digit: 1 for units, 0 for tenths.
+    place = math.floor(math.log10(size)) + 1
     # Ratios near 1 have the same digits: 0.98 and 1.02, not 0.984 and 1.02.
-    before = max(0, math.floor(math.log10(size)) + 1)
-    if 0.1 <= size < 1:
-        return f"{value:.2f}"
-    decimals = _DIGITS - before if before else _zeros(size) + _DIGITS
-    return f"{value:.{max(decimals, 0)}f}"
-
-
-def _zeros(size: float) -> int:
-    """Counts the zeros behind the point of a number below 0.1."""
-    return -math.floor(math.log10(size)) - 1
+    decimals = 2 if place == 0 else max(_DIGITS - place, 0)
+    return f"{value:,.{decimals}f}"
 
 
 def render(records: Sequence[dict[str, Any]]) -> str:
@@ -135,11 +127,11 @@ def _quoted(
             continue
         table = tables[quote.table]
         rows = [
-            {new: row[old] for old, new in quote.columns.items()}
+            {name: row[name] for name in quote.columns or row}
             for row in table["rows"]
             if all(row[name] in some for name, some in quote.where.items())
         ]
-        yield {**table, "title": quote.title or quote.table, "rows": rows}
+        yield {**table, "rows": rows}
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -1,11 +1,11 @@
-"""Takes measurements in turns, and compares them with a baseline.
+"""Takes measurements in turns, and compares them with the first one.
 
-A slow moment of the machine affects all measurements of a turn, so ratios and
-differences are taken within a turn.
+A slow moment of the machine affects all measurements of a turn, so ratios are
+taken within a turn.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from benchmarks import results
@@ -31,27 +31,45 @@ def in_turns(
     return found
 
 
-def timed(
-    step: Callable[[], Any],
-    repeats: int = 1,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Callable[[], float]:
+def timed(step: Callable[[], Any], repeats: int = 1) -> Callable[[], float]:
     """Returns a function that measures the milliseconds of a step."""
 
     def measure() -> float:
-        start = clock()
+        start = time.perf_counter()
         for _ in range(repeats):
             step()
-        return 1e3 * (clock() - start) / repeats
+        return 1e3 * (time.perf_counter() - start) / repeats
 
     return measure
 
 
-def ratios(own: Sequence[float], base: Sequence[float]) -> list[float]:
-    """Returns the ratio of each turn."""
-    return [a / b for a, b in zip(own, base, strict=True)]
+def compared(
+    column: str,
+    steps: Mapping[str, Callable[[], Any]],
+    turns: int,
+    repeats: int = 1,
+) -> list[dict[str, Any]]:
+    """Times steps in turns; returns a row for each.
 
+    Args:
+        column: The column of the names.
+        steps: Dict of names to steps; the first is the baseline.
+        turns: The number of turns.
+        repeats: How often a step runs in a turn.
 
-def differences(own: Sequence[float], base: Sequence[float]) -> list[float]:
-    """Returns the difference of each turn."""
-    return [a - b for a, b in zip(own, base, strict=True)]
+    Returns:
+        Rows with `ms` and `ratio` to the baseline: medians and quartiles.
+    """
+    measures = {name: timed(step, repeats) for name, step in steps.items()}
+    times = in_turns(measures, turns)
+    (base, *_) = times.values()
+    return [
+        {
+            column: name,
+            "ms": results.spread(own, quartiles=True),
+            "ratio": results.spread(
+                [a / b for a, b in zip(own, base, strict=True)], quartiles=True
+            ),
+        }
+        for name, own in times.items()
+    ]

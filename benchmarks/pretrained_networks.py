@@ -72,35 +72,22 @@ def _faces(stage: str, size: int) -> Task:
     return Task(make, bright * 0.5, y, losses, 1e-5)
 
 
-# The atoms of C, H, N, O and S of an amino acid's residue in a peptide.
-_RESIDUES = {
-    "K": (6, 12, 2, 1, 0),
-    "R": (6, 12, 4, 1, 0),
-    "P": (5, 7, 1, 1, 0),
-    "T": (4, 7, 1, 2, 0),
-    "N": (4, 6, 2, 2, 0),
-    "A": (3, 5, 1, 1, 0),
-    "Q": (5, 8, 2, 2, 0),
-    "V": (5, 9, 1, 1, 0),
-    "S": (3, 5, 1, 2, 0),
-    "G": (2, 3, 1, 1, 0),
-    "I": (6, 11, 1, 1, 0),
-    "L": (6, 11, 1, 1, 0),
-    "C": (3, 5, 1, 1, 1),
-    "M": (5, 9, 1, 1, 1),
-    "H": (6, 7, 3, 1, 0),
-    "F": (9, 9, 1, 1, 0),
-    "Y": (9, 9, 1, 2, 0),
-    "W": (11, 10, 2, 1, 0),
-    "E": (5, 7, 1, 3, 0),
-    "D": (4, 5, 1, 3, 0),
-}
+# The atoms of C, H, N, O and S of each amino acid's residue in a peptide: first
+# K, R, P, T, then N, A, Q, V and so on.
+_RESIDUES = """
+    6 12 2 1 0    6 12 4 1 0    5 7 1 1 0    4 7 1 2 0
+    4 6 2 2 0     3 5 1 1 0     5 8 2 2 0    5 9 1 1 0
+    3 5 1 2 0     2 3 1 1 0     6 11 1 1 0   6 11 1 1 0
+    3 5 1 1 1     5 9 1 1 1     6 7 3 1 0    9 9 1 1 0
+    9 9 1 2 0     11 10 2 1 0   5 7 1 3 0    4 5 1 3 0
+"""
 
 
 def _peptides(count: int) -> list[np.ndarray]:
     """Returns random peptides in DeepLC's four encodings."""
     generator = np.random.default_rng(0)
-    table = np.array([(*row, 0) for row in _RESIDUES.values()], "float32")
+    table = np.zeros((20, 6), "float32")
+    table[:, :5] = np.reshape(_RESIDUES.split(), (20, 5))
     atoms = np.zeros((count, 60, 6), "float32")
     letters = np.zeros((count, 60, 20), "float32")
     whole = np.zeros((count, 55), "float32")

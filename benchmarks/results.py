@@ -8,6 +8,7 @@ import dataclasses
 import datetime
 import json
 import pathlib
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -115,18 +116,13 @@ def flag_values() -> flags.FlagValues:
     flags.DEFINE_bool(
         "json", False, "print JSON instead of tables", flag_values=asked
     )
-    add_save(asked)
-    return asked
-
-
-def add_save(asked: flags.FlagValues) -> None:
-    """Adds the flag `--save`, the path of the guide or `None`."""
     flags.DEFINE_string(
         "save",
         None,
         "write the result and its page into this folder: docs, or another",
         flag_values=asked,
     )
+    return asked
 
 
 def add_names(
@@ -172,6 +168,12 @@ def start(main: Callable[[], Any], asked: flags.FlagValues) -> None:
     app.run(lambda _: main())
 
 
+def mean(values: Sequence[float]) -> str:
+    """Returns a cell with the mean and the standard deviation of some runs."""
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{statistics.mean(values):.2f} ± {deviation:.2f}"
+
+
 def measure(
     name: str,
     asked: flags.FlagValues,
@@ -196,22 +198,11 @@ def measure(
     return made
 
 
-def publish(
-    record: dict[str, Any],
-    asked: flags.FlagValues,
-    shown: bool = True,
-) -> None:
-    """Prints a record and, with `--save`, keeps it.
-
-    Args:
-        record: The record, from `Run.record`.
-        asked: The flags, from `flag_values`.
-        shown: Whether to print at all; `False` if the benchmark has printed
-            its own tables.
-    """
-    if shown and asked.json:
+def publish(record: dict[str, Any], asked: flags.FlagValues) -> None:
+    """Prints a record, from `Run.record`, and keeps it with `--save`."""
+    if asked.json:
         print(json.dumps(record, indent=1))
-    elif shown:
+    else:
         show(record)
     if asked.save:
         path = save(record, pathlib.Path(asked.save))

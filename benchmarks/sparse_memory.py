@@ -24,9 +24,10 @@ from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import keras
 from absl import flags
 
-from benchmarks import answers, pairs, results
+from benchmarks import answers, overhead, pairs, results
 
 ROWS, WIDTH, IDS = 1_000_000, 64, 1024
 WAYS = ("bare", "Keras", "tfmix")
@@ -39,16 +40,8 @@ def make_steps(
     ways: tuple[str, ...], num_rows: int = ROWS
 ) -> dict[str, Callable[[], Any]]:
     """Returns a compiled step on one shared table for each way."""
-    import keras
     import tensorflow as tf
 
-    import tfmix
-
-    wrap = {
-        "bare": lambda optimizer: optimizer,
-        "Keras": keras.optimizers.LossScaleOptimizer,
-        "tfmix": tfmix.LossScaleOptimizer,
-    }
     # The table holds ones, because untouched zeros need no resident memory.
     table = keras.Variable(tf.ones((num_rows, WIDTH)), name="table")
     ids = tf.constant(keras.random.randint((IDS,), 0, num_rows, seed=1))
@@ -56,7 +49,7 @@ def make_steps(
     shape = tf.constant((num_rows, WIDTH))
 
     def compiled(way: str) -> Callable[[], Any]:
-        optimizer = wrap[way](keras.optimizers.SGD(0.01))
+        optimizer = overhead.SYSTEMS[way](keras.optimizers.SGD(0.01))
         optimizer.build([table])
 
         @tf.function
@@ -83,29 +76,12 @@ def peak_mb(way: str) -> float:
     for _ in range(_MEMORY_STEPS):
         small_step()
     (step,) = make_steps((way,)).values()
-    with _Peak() as peak:
-        for _ in range(_MEMORY_STEPS):
-            step()
-    return peak.megabytes
-
-
-class _Peak:
-    """Measures the rise of the resident set in a `with` block (Linux).
-
-    Attributes:
-        megabytes: The rise over the size at the entry; set at the exit.
-    """
-
-    megabytes = 0.0
-
-    def __enter__(self) -> "_Peak":
-        self._before = _megabytes("VmRSS")
-        # Writing 5 resets the peak to the current size.
-        pathlib.Path("/proc/self/clear_refs").write_text("5")
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.megabytes = _megabytes("VmHWM") - self._before
+    before = _megabytes("VmRSS")
+    # Writing 5 resets the peak to the current size (Linux).
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
+    for _ in range(_MEMORY_STEPS):
+        step()
+    return _megabytes("VmHWM") - before
 
 
 def _megabytes(field: str) -> float:
@@ -121,21 +97,21 @@ def table() -> results.Table:
     """Measures all ways; returns a row per way."""
     found = {way: times(("bare", way)) for way in WAYS[1:]}
     found["bare"] = found["tfmix"]
+    rows = [
+        {
+            "optimizer": way,
+            "ms": statistics.median(found[way][way]),
+            "ratio to bare": statistics.median(found[way][way])
+            / statistics.median(found[way]["bare"]),
+            "peak memory, MB": answers.answer_of(
+                "benchmarks.sparse_memory", "--peak", way
+            ),
+        }
+        for way in WAYS
+    ]
     title = f"SGD on {IDS} rows of a {ROWS:,} x {WIDTH} table"
     note = f"Median of {_TIMED_STEPS} steps, in turns with the bare optimizer."
-    return results.Table(title, [_row(way, found[way]) for way in WAYS], note)
-
-
-def _row(way: str, pair: dict[str, list[float]]) -> dict[str, Any]:
-    low, median, high = statistics.quantiles(pair[way], n=4)
-    peak = answers.answer_of("benchmarks.sparse_memory", "--peak", way)
-    return {
-        "optimizer": way,
-        "ms (median)": median,
-        "quartiles": f"{low:.3f} to {high:.3f}",
-        "ratio to bare": median / statistics.median(pair["bare"]),
-        "peak memory, MB": peak,
-    }
+    return results.Table(title, rows, note)
 
 
 FLAGS = results.flag_values()
