@@ -19,7 +19,7 @@ from tfmix import cli, commands
 from tfmix.hardware import compilers
 from tfmix.hardware import target as targets
 
-COMMANDS = "advise bench check compile convert demo devices doctor run".split()
+COMMANDS = "advise check compile convert demo devices doctor run".split()
 ROWS = 12
 LOSS = "sparse_categorical_crossentropy"
 
@@ -103,12 +103,11 @@ def test_help_shows_examples_and_exit_codes(capsys, name):
     assert "--json" in out
 
 
-def test_every_command_is_listed_in_the_help_but_for_developers(capsys):
+def test_every_command_is_listed_in_the_help(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     out = capsys.readouterr().out
-    listed = [name for name in COMMANDS if f"\n    {name} " in out]
-    assert listed == [name for name in COMMANDS if name != "bench"]
+    assert all(f"\n    {name} " in out for name in COMMANDS)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +130,7 @@ def test_wrong_words_exit_with_2_and_say_what_is_right(capsys, line, message):
 CHECK = "check good.keras --data batch.npz"
 COMPILE = "compile good.keras --batch 32"
 # The packages without which a command cannot begin.
-NEEDED = {"demo": "sklearn", "bench": "benchmarks"}
+NEEDED = {"demo": "sklearn"}
 # Wrong words of commands, and the messages.
 WRONG_INPUT = {
     "check none.keras --data batch.npz": "There is no file .*none.keras",
@@ -167,7 +166,6 @@ WRONG_INPUT = {
     "convert good.keras none/new.keras --policy O2": "no folder.*'new.keras'",
     "demo --epochs 0": "`epochs` must be a whole number.*epochs=0",
     "demo --seeds -3": "`seeds` must be a whole number.*seeds=-3",
-    "bench nothing faults": r"Received: \['nothing'\]. There are: gpu",
 }
 
 
@@ -361,44 +359,6 @@ def test_an_error_in_tfmix_is_raised_as_it_is(run, monkeypatch):
         run("devices")
 
 
-def test_bench_lists_what_can_be_run(run, data):
-    pytest.importorskip("benchmarks")
-    code, out, _ = run("bench --list")
-    assert code == cli.OK
-    assert {"overhead", "faults", "gpu"} <= set(out.split())
-    assert "overhead" in data("bench --list")
-
-
-def test_bench_away_from_a_checkout_says_where_to_run_it(
-    run, monkeypatch, tmp_path
-):
-    elsewhere = tmp_path / "tfmix" / "commands.py"
-    monkeypatch.setattr(commands, "__file__", str(elsewhere))
-    code, _, err = run("bench")
-    assert code == cli.BAD_INPUT
-    assert "Run `tfmix bench` from a checkout" in err
-
-
-@pytest.mark.parametrize("returncode", [0, 1])
-def test_bench_passes_on_what_became_of_the_runs(
-    run, data, monkeypatch, returncode
-):
-    pytest.importorskip("benchmarks")
-    asked = []
-
-    def started(root, words, captured=True):
-        asked.append(words)
-        out = '["faults"]' if "--list" in words else '[{"name": "faults"}]'
-        return subprocess.CompletedProcess([], returncode, out)
-
-    monkeypatch.setattr(commands, "_benchmarks", started)
-    assert data("bench faults", returncode) == [{"name": "faults"}]
-    assert asked[-1] == ["faults", "--json"]
-    code, out, _ = run("bench faults")
-    assert code == returncode
-    assert "faults" in out
-
-
 def test_python_dash_m_runs_it_in_a_terminal_and_passes_the_exit_code_on():
     pty = pytest.importorskip("pty", reason="a terminal, which Windows lacks")
     ours, theirs = pty.openpty()
@@ -435,8 +395,6 @@ def test_python_dash_m_runs_it_in_a_terminal_and_passes_the_exit_code_on():
         ("convert good.keras shell.keras --policy O2", cli.OK, ""),
         ("convert good.keras shell.keras --policy O9", cli.BAD_INPUT, "O9"),
         ("demo --epochs 1 --seeds 1", None, ""),
-        ("bench --list", cli.OK, ""),
-        ("bench sparse_memory", cli.OK, "about 2 min"),
     ],
 )
 def test_every_command_runs_in_a_shell(folder, line, code, message):

@@ -179,13 +179,9 @@ def build_parser() -> argparse.ArgumentParser:
     added = parser.add_subparsers(dest="name", metavar="COMMAND")
     for name, (summary, examples, options) in _COMMANDS.items():
         lines = "\n".join(f"  tfmix {name}{words}" for words in examples)
-        # Commands without help are not listed.
-        listed: dict[str, Any] = {"help": summary}
-        if name in _FOR_DEVELOPERS:
-            listed.clear()
         command = added.add_parser(
             name,
-            **listed,
+            help=summary,
             description=f"{summary[0].upper()}{summary[1:]}.",
             epilog=f"examples:\n{lines}\n\n{EXIT_CODES}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -295,11 +291,6 @@ _RUN: _Options = {
         "help": "a script or module, and its arguments",
     },
 }
-_BENCH: _Options = {
-    "names": {"nargs": "*", "metavar": "NAME", "help": "which to run"},
-    "--list": _flag("print the names, run nothing"),
-}
-_FOR_DEVELOPERS = ("bench",)
 # Maps a name to its summary, its examples' words and its options.
 _COMMANDS: dict[str, tuple[str, tuple[str, ...], _Options]] = {
     "run": (
@@ -368,10 +359,5 @@ _COMMANDS: dict[str, tuple[str, tuple[str, ...], _Options]] = {
         "train on real scanned digits under three policies and compare",
         ("", " --epochs 4 --seeds 1 --out plots"),
         _DEMO,
-    ),
-    "bench": (
-        "the benchmarks of a checkout, all or some",
-        (" --list", " overhead peers", " sparse_memory --json"),
-        _BENCH,
     ),
 }

@@ -6,8 +6,6 @@ import importlib.util
 import json
 import pathlib
 import re
-import subprocess
-import sys
 from typing import Any
 
 import keras
@@ -179,47 +177,6 @@ def run_demo(options: argparse.Namespace) -> Outcome:
     settings = {name: v for name, v in given.items() if v is not None}
     report = demo.run(out=options.out, quiet=options.json, **settings)
     return Outcome(report.table(), report.to_dict(), report.healthy)
-
-
-def run_bench(options: argparse.Namespace) -> Outcome:
-    """Runs the benchmarks of the checkout, each in its own process."""
-    root = pathlib.Path(__file__).parents[1]
-    if not (root / "benchmarks" / "__main__.py").is_file():
-        raise ImportError(
-            "The benchmarks lie in tfmix's repository and are not installed "
-            f"with it. Received: an installation in {str(root)!r}. Run `tfmix "
-            "bench` from a checkout, after `pip install -e .` there."
-        )
-    known = json.loads(_benchmarks(root, ["--list", "--json"]).stdout)
-    if unknown := [name for name in options.names if name not in known]:
-        raise ValueError(
-            f"There is no such benchmark. Received: {unknown!r}. There are: "
-            f"{', '.join(known)}. Without a name, all are run."
-        )
-    if options.list:
-        return Outcome("\n".join(known), known)
-    words = [*options.names, *(["--json"] if options.json else [])]
-    ran = _benchmarks(root, words, options.json)
-    if options.json and not ran.stdout:
-        raise ImportError("The benchmarks did not start; see above.")
-    data = json.loads(ran.stdout) if options.json else None
-    done = ", ".join(options.names or known)
-    if ran.returncode:
-        return Outcome(f"failed, see above: {done}", data, healthy=False)
-    return Outcome(f"done: {done}", data)
-
-
-def _benchmarks(
-    root: pathlib.Path, words: list[str], captured: bool = True
-) -> subprocess.CompletedProcess:
-    """Runs `python -m benchmarks`, and shows its messages and tables."""
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks", *words],
-        cwd=root,
-        stdout=subprocess.PIPE if captured else None,
-        text=True,
-        check=False,
-    )
 
 
 def load_model(path: pathlib.Path, compiled: bool) -> keras.Model:

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 from matplotlib import colors
 
@@ -57,18 +56,6 @@ def test_float32_layers_are_grey(report):
         assert colours.count(plotting._GREY) == found.count(narrow)
 
 
-def test_exponents_lie_where_the_values_do():
-    values = np.array([1.0, 1.5, 2.0**-20, 0.0, np.inf])
-    figure = plotting.exponents({"gradients": values})
-    drawn = {
-        round(bar.get_x() + bar.get_width() / 2): bar.get_height()
-        for bar in figure.axes[0].patches
-        if bar.get_height() and 0.9 < bar.get_width() < 1.1
-    }
-    assert drawn[0] == pytest.approx(2 / 3)
-    assert drawn[-20] == pytest.approx(1 / 3)
-
-
 # A resumed run begins with the skips of the run before.
 @pytest.mark.parametrize("before", [0, 5])
 def test_the_timeline_shows_scale_and_new_skips(before):
@@ -87,8 +74,6 @@ def test_pictures_are_written_and_a_dollar_is_no_formula(tmp_path, report):
     rows = [dataclasses.replace(report.rows[0], layer=r"cost$\x$")]
     many = dataclasses.replace(report, rows=tuple(rows))
     many.plot(tmp_path / "headroom.png")
-    plotting.exponents({r"$\x$": np.ones(3)}, path=tmp_path / "exponents.png")
-    assert len(list(tmp_path.iterdir())) == 2
     for file in tmp_path.iterdir():
         assert file.read_bytes().startswith(b"\x89PNG")
 
@@ -108,5 +93,3 @@ def test_the_page_holds_everything_it_needs(tmp_path, report):
 def test_nothing_to_draw_is_an_error():
     with pytest.raises(ValueError, match="readings="):
         plotting.loss_scale_timeline([])
-    with pytest.raises(ValueError, match="tensors="):
-        plotting.exponents({})

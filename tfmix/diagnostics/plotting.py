@@ -1,12 +1,11 @@
-"""Draws headroom, exponents and loss scales, with matplotlib."""
+"""Draws headroom and loss scales, with matplotlib."""
 
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from keras import ops
 
 from tfmix import _formats
 
@@ -73,58 +72,6 @@ def _layers(report: Any) -> tuple[list[str], int]:
     return names, len(ranked) - len(names)
 
 
-def exponents(
-    tensors: Mapping[str, Any], fmt: str = "float16", path: Path | None = None
-) -> Any:
-    """Draws histograms of the exponents of tensors in a format's range.
-
-    The mixed-precision paper has the same picture. The values that the format
-    flushes to zero, the subnormal ones and those that overflow are marked.
-
-    Args:
-        tensors: Dict of names to arrays, such as activations and gradients.
-        fmt: `"float16"`, the default, or `"bfloat16"`.
-        path: Where to write a picture. Defaults to `None`: no file.
-
-    Returns:
-        The `matplotlib.figure.Figure`.
-
-    Raises:
-        ImportError: If matplotlib is missing.
-        ValueError: If `tensors` is empty or `fmt` is not a float format.
-    """
-    limits = _formats.limits(fmt)
-    if not tensors:
-        raise ValueError(
-            "There is nothing to draw. Received: tensors={}. Pass names and "
-            "arrays, such as {'gradients': array}."
-        )
-    powers = {name: _powers(values) for name, values in tensors.items()}
-    bounds = [int(np.log2(v)) for v in (limits.smallest, limits.tiny)]
-    top = int(np.log2(limits.max)) + 1
-    shown = np.concatenate([*powers.values(), [bounds[0] - 2, top + 2]])
-    edges = np.arange(shown.min(), shown.max() + 2) - 0.5
-    figure = _figure(8, 1.2 + 1.7 * len(powers))
-    axes = figure.subplots(len(powers), 1, squeeze=False, sharex=True)[:, 0]
-    for axis, (name, values) in zip(axes, powers.items(), strict=True):
-        even = np.full(values.shape, 1.0 / max(values.size, 1))
-        axis.hist(values, bins=edges, color=_BLUE, weights=even)
-        for start, end, colour in (
-            (edges[0], bounds[0] - 0.5, _RED),
-            (bounds[0] - 0.5, bounds[1] - 0.5, _YELLOW),
-            (top - 0.5, edges[-1], _RED),
-        ):
-            # The background must not change the colour of the bars.
-            axis.axvspan(start, end, color=colour, alpha=0.17, lw=0, zorder=0)
-        axis.set_title(name, loc="left", fontsize=10, parse_math=False)
-        axis.set_ylabel("share")
-    axes[0].margins(x=0)
-    axes[-1].set_xlabel(
-        f"exponent, base 2. Red: zero or infinite in {fmt}; yellow: subnormal"
-    )
-    return _finish(figure, path)
-
-
 def loss_scale_timeline(
     readings: Sequence[Any], path: Path | None = None
 ) -> Any:
@@ -139,13 +86,7 @@ def loss_scale_timeline(
 
     Raises:
         ImportError: If matplotlib is missing.
-        ValueError: If there are no readings.
     """
-    if not readings:
-        raise ValueError(
-            "There is nothing to draw. Received: readings=[]. Pass the "
-            "`timeline` of a LossScaleMonitor that was used in `fit`."
-        )
     steps = [reading.step for reading in readings]
     scales = [reading.loss_scale for reading in readings]
     skipped = np.array([reading.skipped_steps for reading in readings])
@@ -221,9 +162,3 @@ def _legend(figure: Any) -> None:
         fontsize=8,
         frameon=False,
     )
-
-
-def _powers(values: Any) -> np.ndarray:
-    array = np.asarray(ops.convert_to_numpy(values)).astype(np.float64)
-    array = np.abs(array[np.isfinite(array) & (array != 0)])
-    return np.floor(np.log2(array))
