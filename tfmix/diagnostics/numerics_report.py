@@ -2,16 +2,16 @@
 
 import base64
 import dataclasses
-import io
 import json
 import math
 import os
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from tfmix import _formats, _tables
-from tfmix.diagnostics import float8_products, probe, suggest, verdicts
+from tfmix import _formats, _messages, _progress, _tables
+from tfmix.diagnostics import float8_products, probe, verdicts
 from tfmix.policy import names
 from tfmix.policy import policy as policies
 
@@ -102,7 +102,31 @@ class NumericsReport(_tables.Printed):
         Raises:
             ValueError: If the model is not finite in float32 either.
         """
-        return suggest.float32_layers(self, progress)
+        report = self
+        if not all(product.is_fine for product in self.float8):
+            # Each product was judged by itself, so the other layers keep
+            # float8.
+            report = self.again(_without_faulty_float8(self))
+        if report.healthy:
+            return report.policy
+        if broken := [row.layer for row in report.faults if row.broken]:
+            raise ValueError(
+                "No dtype policy can fix this model: it is not finite in "
+                f"float32 either, first at {broken[0]!r}. Look for NaN or "
+                "infinity in the data and the weights."
+            )
+        searching = "Searching float32 layers"
+        with _progress.shown(searching, hidden=not progress) as say:
+            needed, found = _search(
+                report, lambda: say(f"{searching}: trying more")
+            )
+        if found is not None and not found.sixteen_bit_layers:
+            is_float16 = report.policy.compute_dtype == "float16"
+            _messages.warn(
+                "nothing is left in 16 bit under the suggested policy; use %r.",
+                "mixed_bfloat16" if is_float16 else "float32",
+            )
+        return _with_float32(report.policy, needed)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Draws the headroom of each layer."""
@@ -113,7 +137,8 @@ class NumericsReport(_tables.Printed):
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Writes one HTML file with the tables and the figure to `path`."""
         try:
-            picture = _picture(self.plot())
+            picture = base64.b64encode(self.plot()._repr_png_()).decode()
+            picture = f"data:image/png;base64,{picture}"
         except ImportError:
             # Without matplotlib the page has no picture. The table holds the
             # same numbers.
@@ -176,7 +201,7 @@ class NumericsReport(_tables.Printed):
         notes = [f"{len(self.float8) - len(shown)} more: `report.float8`."]
         code: list[str] = []
         if not all(product.is_fine for product in self.float8):
-            items = suggest.in_float8(self)
+            items = _fine_in_float8(self)
             code = ["# What to write: faulty layers go back to bfloat16"]
             code.append(
                 f"tfmix.Policy({names.FLOAT8!r}, float8_layers={items})"
@@ -264,9 +289,66 @@ def _plain(
     return values
 
 
-def _picture(figure: Any) -> str:
-    """Returns a figure as a `data:` address."""
-    written = io.BytesIO()
-    figure.savefig(written, format="png", dpi=110)
-    data = base64.b64encode(written.getvalue()).decode("ascii")
-    return f"data:image/png;base64,{data}"
+def _search(
+    report: NumericsReport, step: Callable[[], None]
+) -> tuple[list[str], NumericsReport | None]:
+    """Moves faulty layers to float32 until the model is healthy.
+
+    It returns their names, and the last report: `None` if the model fails to
+    run.
+    """
+
+    def check() -> NumericsReport | None:
+        try:
+            return report.again(_with_float32(report.policy, moved))
+        except Exception:
+            # A custom layer may add 16-bit inputs to the output of an inner
+            # float32 layer. Each backend raises another error for that.
+            return None
+
+    moved: dict[str, None] = {}
+    # The first report may be about the model without the policy.
+    current = check()
+    while current is None or not current.healthy:
+        step()
+        before = len(moved)
+        for row in current.faults if current else ():
+            moved.update(dict.fromkeys(_layers_of(report, row)))
+        if len(moved) == before:
+            # No faulty layer is left to add, so all layers are added.
+            moved.update(dict.fromkeys(report.targets))
+        if len(moved) == before:
+            break
+        current = check()
+    return list(moved), current
+
+
+def _layers_of(report: NumericsReport, row: verdicts.LayerVerdict) -> list[str]:
+    """Returns a row's layer and its inner layers, which compute its tensors."""
+    if row.layer == verdicts.LOSS:
+        return list(report.targets)[-1:]
+    targets = report.targets.values()
+    inner = [target.name for target in targets if row.layer in target.inside]
+    return [row.layer, *inner]
+
+
+def _with_float32(
+    policy: policies.Policy, names: Iterable[str]
+) -> policies.Policy:
+    """Returns a policy with more layers in float32."""
+    before = policy.float32_layers
+    added = [x for x in map(re.escape, names) if x not in before]
+    return policies.changed(policy, float32_layers=[*before, *added])
+
+
+def _without_faulty_float8(report: NumericsReport) -> policies.Policy:
+    kept = _fine_in_float8(report)
+    name = names.FLOAT8 if kept else "mixed_bfloat16"
+    return policies.changed(report.policy, name, float8_layers=kept or None)
+
+
+def _fine_in_float8(report: NumericsReport) -> list[str]:
+    """Returns patterns for the layers whose products are all fine."""
+    paths = {product.layer for product in report.float8}
+    faulty = {product.layer for product in report.float8 if not product.is_fine}
+    return [re.escape(path) for path in sorted(paths - faulty)]

@@ -260,6 +260,12 @@ def _float8_layers(
     return layer_rules.resolve(items, "float8_layers")
 
 
+def changed(policy: Policy, name: str | None = None, **settings: Any) -> Policy:
+    """Returns a policy with other settings, and another name if given."""
+    kept = {field: getattr(policy, field) for field in _SETTINGS}
+    return Policy(name or policy.level or policy.name, **{**kept, **settings})
+
+
 class _Config(dict[str, str]):
     """A configuration that remembers its policy."""
 
