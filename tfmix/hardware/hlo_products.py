@@ -1,9 +1,12 @@
 """Finds the matrix products and convolutions of a program of XLA."""
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
 
 from tfmix.hardware import hlo_text
 
@@ -42,29 +45,20 @@ def products(
     }
     for name, among in computations.items():
         for instruction in among.values():
-            for mark in (
-                instruction.operation,
-                *hlo_text.targets_of(instruction),
-            ):
-                if measure := _MEASURES.get(mark):
-                    kernel = _kernel(instruction, callers.get(name))
-                    product = _product(instruction, among, measure, kernel)
-                    flops = product.flops * times.get(name, 1)
-                    yield dataclasses.replace(product, flops=flops)
-
-
-def _product(
-    instruction: hlo_text.Instruction,
-    among: dict[str, hlo_text.Instruction],
-    measure: "_Measure",
-    kernel: str,
-) -> Product:
-    kinds = [among[name].result for name in instruction.operands[:2]]
-    shape, count, flops = measure(
-        instruction, [hlo_text.shape_of(kind) for kind in kinds]
-    )
-    dtypes = "/".join(sorted({hlo_text.dtype_of(kind) for kind in kinds}))
-    return Product(instruction.label, shape, count, dtypes, kernel, flops)
+            marks = instruction.operation, *hlo_text.targets_of(instruction)
+            for measure in filter(None, map(_MEASURES.get, marks)):
+                kinds = [among[x].result for x in instruction.operands[:2]]
+                shape, count, flops = measure(
+                    instruction, [*map(hlo_text.shape_of, kinds)]
+                )
+                yield Product(
+                    instruction.label,
+                    shape,
+                    count,
+                    "/".join(sorted({*map(hlo_text.dtype_of, kinds)})),
+                    _kernel(instruction, callers.get(name)),
+                    flops * times.get(name, 1),
+                )
 
 
 def _kernel(
@@ -103,63 +97,41 @@ def _axes(instruction: hlo_text.Instruction, name: str) -> list[int]:
     return [int(axis) for axis in re.findall(r"\d+", match[1])] if match else []
 
 
+_ROLES = ("inputs", "kernel", "outputs")
+
+
 def _convolution(
-    instruction: hlo_text.Instruction, shapes: list[list[int]]
-) -> _Measured:
-    inputs, kernel = shapes
-    return _measure_convolution(
-        instruction, inputs, kernel, hlo_text.shape_of(instruction.result)
-    )
-
-
-def _data_gradient(
-    instruction: hlo_text.Instruction, shapes: list[list[int]]
-) -> _Measured:
-    outputs, kernel = shapes
-    inputs = hlo_text.shape_of(instruction.result)
-    (m, k, n), count, flops = _measure_convolution(
-        instruction, inputs, kernel, outputs
-    )
-    return (m, n, k), count, flops
-
-
-def _filter_gradient(
-    instruction: hlo_text.Instruction, shapes: list[list[int]]
-) -> _Measured:
-    inputs, outputs = shapes
-    kernel = hlo_text.shape_of(instruction.result)
-    (m, k, n), count, flops = _measure_convolution(
-        instruction, inputs, kernel, outputs
-    )
-    return (k, m, n), count, flops
-
-
-def _measure_convolution(
+    roles: tuple[str, str, str],
+    order: tuple[int, int, int],
     instruction: hlo_text.Instruction,
-    inputs: list[int],
-    kernel: list[int],
-    outputs: list[int],
+    shapes: list[list[int]],
 ) -> _Measured:
-    """Measures a convolution as a product of (positions, summed, filters)."""
+    """Measures a convolution, or a gradient of one, as a product.
+
+    `roles` names the two operands and the result. `order` says which sides of
+    the convolution's product are those of this one.
+    """
+    sizes = [*shapes, hlo_text.shape_of(instruction.result)]
+    arrays = dict(zip(roles, sizes, strict=True))
     labels = re.findall(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.rest)[0]
-    by_label = [
-        dict(zip(names, shape, strict=False))
-        for names, shape in zip(labels, (inputs, kernel, outputs), strict=True)
-    ]
+    inputs, kernel, outputs = (
+        dict(zip(names, arrays[role], strict=False))
+        for names, role in zip(labels, _ROLES, strict=True)
+    )
     groups = re.search(r"feature_group_count=(\d+)", instruction.rest)
     count = int(groups[1]) if groups else 1
     positions = taps = hits = 1
     for axis, window in enumerate(_windows(instruction)):
-        into, over, out = (sizes[str(axis)] for sizes in by_label)
+        into, over, out = (x[str(axis)] for x in (inputs, kernel, outputs))
         hit = _hits(into, over, out, window)
         positions, hits = positions * out, hits * hit
         # Taps that fall beyond the edge, or between the numbers of a dilated
         # input, do not count.
         taps *= -(-hit // out)
-    rows, features = by_label[2]["b"], by_label[1]["i"]
-    filters = by_label[1]["o"]
-    shape = rows * positions, taps * features, filters // count
-    return shape, count, 2 * rows * hits * features * filters
+    rows, features, filters = outputs["b"], kernel["i"], kernel["o"]
+    sides = rows * positions, taps * features, filters // count
+    m, k, n = (sides[place] for place in order)
+    return (m, k, n), count, 2 * rows * hits * features * filters
 
 
 def _windows(instruction: hlo_text.Instruction) -> list[dict[str, int]]:
@@ -181,30 +153,29 @@ def _hits(inputs: int, over: int, outputs: int, window: dict[str, int]) -> int:
     """Counts the pairs of position and tap that fall on a number."""
     stride, between = window.get("stride", 1), window.get("rhs_dilate", 1)
     spread = window.get("lhs_dilate", 1)
-    hits = 0
-    for tap in range(over):
-        first = tap * between - window["pad"]
-        if spread == 1:
-            low = max(0, -(first // stride))
-            high = min(outputs - 1, (inputs - 1 - first) // stride)
-            hits += max(0, high - low + 1)
-            continue
-        reached = range(first, first + outputs * stride, stride)
-        hits += sum(
-            0 <= place <= (inputs - 1) * spread and not place % spread
-            for place in reached
-        )
-    return hits
+    starts = np.arange(over)[:, None] * between - window["pad"]
+    places = starts + np.arange(outputs) * stride
+    is_inside = (places >= 0) & (places <= (inputs - 1) * spread)
+    return int(np.count_nonzero(is_inside & (places % spread == 0)))
 
 
+# The sides of a convolution's product are positions of the window, what is
+# summed, and filters.
+_forward = functools.partial(_convolution, _ROLES, (0, 1, 2))
+_data_gradient = functools.partial(
+    _convolution, ("outputs", "kernel", "inputs"), (0, 2, 1)
+)
+_filter_gradient = functools.partial(
+    _convolution, ("inputs", "outputs", "kernel"), (1, 0, 2)
+)
 _MEASURES: dict[str, _Measure] = {
     "dot": _dot,
-    "convolution": _convolution,
+    "convolution": _forward,
     "__cublas$gemm": _dot,
     "__cublas$lt$matmul": _dot,
     "__cublas$lt$matmul$f8": _dot,
-    "__cudnn$convForward": _convolution,
-    "__cudnn$convBiasActivationForward": _convolution,
+    "__cudnn$convForward": _forward,
+    "__cudnn$convBiasActivationForward": _forward,
     "__cudnn$convBackwardInput": _data_gradient,
     "__cudnn$convBackwardFilter": _filter_gradient,
 }
