@@ -145,7 +145,7 @@ def test_the_table_says_whether_the_goal_was_reached(capsys):
     from rich import console
 
     for accuracies, word in (((0.99,) * 3, "reached"), ((0.5,) * 3, "MISSED")):
-        console.Console(width=80).print(report_of(*accuracies).table())
+        console.Console(width=80).print(report_of(*accuracies))
         out = capsys.readouterr().out
         assert word in out
         assert all(policy in out for policy in demo.POLICIES)

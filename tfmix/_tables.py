@@ -83,20 +83,17 @@ class Table:
             )
         others = sum(map(_least_width, columns[1:]))
         names = width - others - _GAP * len(columns)
-        for index, (name, *row) in enumerate(self.rows):
+        styles = map(_STYLES.get, self.verdicts or [""] * len(self.rows))
+        for (name, *row), style in zip(self.rows, styles, strict=True):
             # Names and advice contain brackets, which rich takes for markup.
             cells = [_shortened(name, names), *row]
-            style = _STYLES.get(self._verdict(index))
             drawn.add_row(*map(rich.markup.escape, cells), style=style)
         return drawn
-
-    def _verdict(self, index: int) -> str:
-        return self.verdicts[index] if self.verdicts else ""
 
 
 def _least_width(column: Sequence[str]) -> int:
     """Returns the minimum width of a column."""
-    longest = max(map(len, column))
+    longest = max(len(line) for cell in column for line in cell.split("\n"))
     return longest if longest <= _WHOLE else _LEAST_TEXT
 
 

@@ -176,7 +176,7 @@ def run_demo(options: argparse.Namespace) -> Outcome:
     given = {"epochs": options.epochs, "seeds": options.seeds}
     settings = {name: v for name, v in given.items() if v is not None}
     report = demo.run(out=options.out, quiet=options.json, **settings)
-    return Outcome(report.table(), report.to_dict(), report.healthy)
+    return Outcome(report, report.to_dict(), report.healthy)
 
 
 def load_model(path: pathlib.Path, compiled: bool) -> keras.Model:

@@ -10,15 +10,18 @@ a few batches first, and trains on as many images as it has time for.
 """
 
 import dataclasses
+import itertools
 import math
 import pathlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
-from rich import box, console, progress, table
+from rich import console, progress
 
+from tfmix import _tables
 from tfmix.autocast import float32_output, global_policy
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.loss_scaling import rules
@@ -56,8 +59,8 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
-    """All runs of the demo, as records, a table and a verdict."""
+class Report(_tables.Printed):
+    """All runs of the demo, with a verdict; prints as a table."""
 
     runs: tuple[Run, ...]
     plot: str | None = None
@@ -92,26 +95,26 @@ class Report:
         """Returns the report as plain JSON values."""
         return {**dataclasses.asdict(self), "healthy": self.healthy}
 
-    def table(self) -> table.Table:
-        """Returns the comparison, one row per policy, for rich to print."""
+    def tables(self) -> list[_tables.Table]:
+        """Returns the comparison, one row per policy."""
         least, gap = self.goal()
         reached = "reached" if self.healthy else "MISSED"
-        caption = (
+        notes = [
             f"goal, with {self.rows:,} images: at least {least:.0%} each, "
             f"within {100 * gap:.1f} points of each other: {reached}"
-        )
+        ]
         if self.plot:
-            caption += f"\nloss curves: {self.plot}"
-        drawn = table.Table(
-            *("policy", "test accuracy\nmean (range)", "final\nscale"),
-            *("steps\nskipped", "seconds\nper run", "activations\nper batch"),
-            box=box.SIMPLE_HEAD,
-            caption=caption,
-            caption_justify="left",
-        )
-        for policy, runs in self.by_policy().items():
-            drawn.add_row(policy, *_cells(runs))
-        return drawn
+            notes.append(f"loss curves: {self.plot}")
+        rows = [
+            (name, *_cells(runs)) for name, runs in self.by_policy().items()
+        ]
+        return [_tables.Table(_HEADS, rows, notes=notes)]
+
+
+_HEADS = (
+    *("policy", "test accuracy\nmean (range)", "final\nscale"),
+    *("steps\nskipped", "seconds\nper run", "activations\nper batch"),
+)
 
 
 def run(
@@ -146,62 +149,44 @@ def run(
     # Before rich 14.3 a disabled bar still ended with an empty line.
     terminal = console.Console(quiet=quiet)
     with progress.Progress(*shown, console=terminal, disable=quiet) as bar:
-        trainings = _Trainings(bar, epochs, seeds)
+        total = len(POLICIES) * seeds * epochs
+        task = bar.add_task("timing a few batches", total=total, loss="")
+
+        def tick(epoch: int, logs: dict[str, float]) -> None:
+            bar.update(task, advance=1, loss=f"loss {logs['loss']:.4f}")
+
         data = load()
-        copies = trainings.copies_in_time(data)
-        for policy in POLICIES:
-            trainings.train(policy, first_copies(data, copies))
-    report = Report(tuple(trainings.runs))
+        copies = _copies_in_time(data, seeds * epochs, terminal.print)
+        data, runs = first_copies(data, copies), []
+        for policy, seed in itertools.product(POLICIES, range(seeds)):
+            name = f"{policy}, seed {seed}"
+            bar.update(task, description=name)
+            ticks = keras.callbacks.LambdaCallback(on_epoch_end=tick)
+            run = train(policy, seed, data, epochs, [ticks])
+            runs.append(run)
+            # Outputs other than a terminal show only the end of the bar.
+            terminal.print(f"{name}: {run.accuracy:.2%} in {run.seconds:.0f} s")
+    report = Report(tuple(runs))
     path = plot(report, pathlib.Path(out)) if out is not None else None
     return dataclasses.replace(report, plot=path)
 
 
-class _Trainings:
-    """Trains from every seed, and shows its progress."""
-
-    def __init__(self, bar: progress.Progress, epochs: int, seeds: int) -> None:
-        self.bar, self.epochs, self.seeds = bar, epochs, seeds
-        total = len(POLICIES) * seeds * epochs
-        self.task = bar.add_task("timing a few batches", total=total, loss="")
-        self.runs: list[Run] = []
-
-    def copies_in_time(self, data: tuple[Any, ...]) -> int:
-        """Times a few batches; returns how many copies of the images to use."""
-        # A terminal shows only the bar, and other outputs nothing.
-        self.print("timing a few batches of each policy")
-        seconds = 0.0
-        for policy in POLICIES:
-            batch = seconds_of_a_batch(policy, data)
-            seconds += batch
-            self.print(f"{policy}: {1000 * batch:.1f} ms a batch")
-        steps = self.seeds * self.epochs * SCANNED / BATCH_SIZE
-        copies = int(BUDGET / (steps * seconds))
-        if copies >= COPIES:
-            return COPIES
-        copies = max(copies, 1)
-        self.print(
-            f"{copies} of {COPIES} parts of the images: less to wait for"
-        )
-        return copies
-
-    def train(self, policy: str, data: tuple[Any, ...]) -> None:
-        """Trains under a policy from every seed."""
-        for seed in range(self.seeds):
-            name = f"{policy}, seed {seed}"
-            self.bar.update(self.task, description=name)
-            ticks = keras.callbacks.LambdaCallback(on_epoch_end=self._tick)
-            run = train(policy, seed, data, self.epochs, [ticks])
-            self.runs.append(run)
-            # Outputs other than a terminal show only the end of the bar.
-            self.print(f"{name}: {run.accuracy:.2%} in {run.seconds:.0f} s")
-
-    def print(self, line: str) -> None:
-        """Prints a line above the bar."""
-        if not self.bar.disable:
-            self.bar.console.print(line)
-
-    def _tick(self, epoch: int, logs: dict[str, float]) -> None:
-        self.bar.update(self.task, advance=1, loss=f"loss {logs['loss']:.4f}")
+def _copies_in_time(
+    data: tuple[Any, ...], passes: int, say: Callable[[str], None]
+) -> int:
+    """Times a few batches; returns how many copies of the images to use."""
+    # A terminal shows only the bar, and other outputs nothing.
+    say("timing a few batches of each policy")
+    seconds = 0.0
+    for policy in POLICIES:
+        batch = seconds_of_a_batch(policy, data)
+        seconds += batch
+        say(f"{policy}: {1000 * batch:.1f} ms a batch")
+    steps = passes * SCANNED / BATCH_SIZE
+    copies = min(max(int(BUDGET / (steps * seconds)), 1), COPIES)
+    if copies < COPIES:
+        say(f"{copies} of {COPIES} parts of the images: less to wait for")
+    return copies
 
 
 def load() -> tuple[Any, ...]:
