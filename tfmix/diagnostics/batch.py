@@ -37,20 +37,15 @@ class Batch:
         with self._at(weights):
             return layers.call_in_training(self.model, self.x)
 
-    def run(self, weights: Sequence[Any]) -> tuple[Any, Any]:
-        """Returns the outputs and the loss, or None, for given weights.
+    def loss_at(self, weights: Sequence[Any]) -> Any:
+        """Returns the loss for given weights, `add_loss` terms included.
 
         It writes no variable, not even a random seed.
         """
         with self._at(weights) as scope:
             outputs = layers.call_in_training(self.model, self.x)
-            losses = [
-                ops.cast(ops.sum(loss), "float32") for loss in scope.losses
-            ]
-            if self.loss is not None:
-                main = self.loss_of(probe.floats(outputs), outputs)
-                losses.append(ops.cast(main, "float32"))
-            return outputs, sum(losses[1:], losses[0]) if losses else None
+            losses = [*map(ops.sum, scope.losses), self._loss(outputs)]
+            return sum(ops.cast(loss, "float32") for loss in losses)
 
     def power(self) -> float:
         """Returns what gradients that enter the model are multiplied by.
@@ -104,7 +99,7 @@ class Batch:
 
 
 def prepare(
-    model: keras.Model, x: Any, y: Any, loss: Any, most: int | None = None
+    model: keras.Model, x: Any, y: Any, loss: Any, most: int | None
 ) -> Batch:
     """Checks the arguments of a check, and builds the model if necessary.
 
@@ -118,7 +113,9 @@ def prepare(
     notes: tuple[str, ...] = ()
     rows = most and _free_rows(model, (x, y))
     if most and rows and rows > most:
-        x, y = _slice((x, y), 0, most)
+        x, y = tree.map_structure(
+            lambda leaf: None if leaf is None else leaf[:most], (x, y)
+        )
         note = f"`x` has {rows:,} rows; the first {most} of them were checked."
         notes = (note,)
     x, y = tensors((x, y))
@@ -176,12 +173,6 @@ def first(x: Any, y: Any) -> tuple[Any, Any]:
 def tensors(nest: Any) -> Any:
     """Converts arrays to tensors as `fit` does, float64 to Keras's default."""
     return tree.map_structure(_tensor, nest)
-
-
-def _slice(nest: Any, start: int, stop: int) -> Any:
-    return tree.map_structure(
-        lambda leaf: None if leaf is None else leaf[start:stop], nest
-    )
 
 
 def _free_rows(model: keras.Model, nest: Any) -> int | None:

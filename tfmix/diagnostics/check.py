@@ -155,7 +155,7 @@ def _run(
     if bad:
         # If no row is fine, bad rows explain everything that is not finite.
         findings = [finding for finding in findings if not finding.gap.broken]
-    dtypes = _returned_dtypes(judge, has_policy)
+    dtypes = _returned_dtypes(judge)
     narrow = _narrow_layers(batch.model, judge.run.planned)
     idle = () if narrow else (_IDLE, *_why_idle(batch.model))
     return numerics_report.NumericsReport(
@@ -203,14 +203,14 @@ def _scale_note(scale: float, rule: rules.LossScale) -> str:
     )
 
 
-def _returned_dtypes(judge: runs.Judge, has_policy: bool) -> dict[str, str]:
+def _returned_dtypes(judge: runs.Judge) -> dict[str, str]:
     """Returns each layer's output dtype in the 16-bit run, by name."""
     dtypes = {
         judge.targets[index].name: signature.outputs[0]
         for (index, _), signature in judge.run.signatures.items()
         if signature.outputs
     }
-    outputs = {"float32"} if has_policy else {*judge.run.output_dtypes}
+    outputs = {"float32"} if judge.has_policy else {*judge.run.output_dtypes}
     return {**dtypes, verdicts.LOSS: ", ".join(outputs)}
 
 
@@ -238,7 +238,7 @@ def _float8(batch: batches.Batch) -> tuple[float8_products.Float8Product, ...]:
         return ()
     with runs.in_float32(batch.model):
         measured = float8_products.measure(
-            chosen, lambda: batch.run(batch.weights())[1]
+            chosen, lambda: batch.loss_at(batch.weights())
         )
     return tuple(float8_products.read(*measured))
 

@@ -50,16 +50,11 @@ def find(
     """
     targets = probe.targets(batch.model)
     run = runs.sixteen_bit(batch, targets, planned, limits.name)
-    is_inside = (
-        has_policy
-        and limits.name == _formats.FLOAT16.name
-        and not layer_dtypes.has_sixteen_bit_variables(batch.model)
-    )
     truth = None
     if batch.loss is not None:
         truth = runs.truth(batch, targets, run.signatures)
-    judge = runs.Judge(batch, targets, run, truth, limits)
-    findings, judge = _find_scale(judge, rule, is_inside, has_policy, show)
+    judge = runs.Judge(batch, targets, run, truth, limits, has_policy)
+    findings, judge = _find_scale(judge, rule, show)
     findings = _clear_outer(findings, targets)
     worst: dict[tuple[str, str], verdicts.Finding] = {}
     for finding in sorted(findings, key=lambda finding: finding.rank):
@@ -68,44 +63,46 @@ def find(
 
 
 def _find_scale(
-    judge: runs.Judge,
-    rule: rules.LossScale,
-    is_inside: bool,
-    has_policy: bool,
-    show: Callable[[float], None],
+    judge: runs.Judge, rule: rules.LossScale, show: Callable[[float], None]
 ) -> tuple[_Findings, runs.Judge]:
     """Judges all calls at the loss scale that fits them best.
 
     It is the rule's first, which `fit` begins with, or a lower one if gradients
     overflow there.
     """
-
-    def allowed(scale: float) -> float:
-        return float(rule.current(rule.init()._replace(scale=scale)))
-
     first = float(rule.init()[0])
     judge = judge.at(first)
+    is_inside = _scales_inside(judge)
     if is_inside and judge.truth is not None:
         # At its first value, the loss scale moves nothing inside a model.
         judge = dataclasses.replace(judge, unit=judge.batch.power() / first)
-    findings = _judge_all(judge, has_policy, show)
+    findings = _judge_all(judge, show)
     has_heads = is_inside and len(judge.run.output_dtypes) > 1
     if has_heads and _underflows_backward(findings):
         # Each head scales its own gradients, also those of a tiny loss.
-        more = max(_room(judge, is_inside) / first, 1.0)
+        more = max(_room(judge) / first, 1.0)
         judge = dataclasses.replace(judge, unit=judge.unit * more)
-        findings = _judge_all(judge, has_policy, show)
+        findings = _judge_all(judge, show)
     while _overflows_backward(findings):
-        room = _room(judge, is_inside)
-        lower = allowed(min(room, judge.loss_scale / 16.0))
+        wanted = min(_room(judge), judge.loss_scale / 16.0)
+        lower = float(rule.current(rule.init()._replace(scale=wanted)))
         if lower >= judge.loss_scale:
             break
         judge = judge.at(lower)
-        findings = _judge_all(judge, has_policy, show)
+        findings = _judge_all(judge, show)
     return findings, judge
 
 
-def _room(judge: runs.Judge, is_inside: bool) -> float:
+def _scales_inside(judge: runs.Judge) -> bool:
+    """Returns whether the model scales its gradients, so that no loss is."""
+    return (
+        judge.has_policy
+        and judge.limits is _formats.FLOAT16
+        and not layer_dtypes.has_sixteen_bit_variables(judge.batch.model)
+    )
+
+
+def _room(judge: runs.Judge) -> float:
     """Returns the largest loss scale at which all gradients fit float16."""
     truth = judge.truth
     if truth is None:
@@ -118,7 +115,7 @@ def _room(judge: runs.Judge, is_inside: bool) -> float:
         )
         if dtype in _formats.SIXTEEN_BIT
     ]
-    if not is_inside:
+    if not _scales_inside(judge):
         # A model that scales its gradients returns those of weights unscaled.
         sixteen += truth.weights
     largest = max(map(ranges.largest, sixteen), default=0.0) * judge.unit
@@ -129,9 +126,7 @@ def _room(judge: runs.Judge, is_inside: bool) -> float:
     return min(2.0**room, _HIGHEST)
 
 
-def _judge_all(
-    judge: runs.Judge, has_policy: bool, show: Callable[[float], None]
-) -> _Findings:
+def _judge_all(judge: runs.Judge, show: Callable[[float], None]) -> _Findings:
     """Judges each call of a float32 run, the weights, and the loss."""
     batch, signatures = judge.batch, judge.run.signatures
     findings: _Findings = []
@@ -165,7 +160,7 @@ def _judge_all(
             findings += read_last()
     findings += _judge_weights(judge.targets, judge.run.planned, judge.limits)
     if batch.loss is not None:
-        findings += _judge_loss(judge, outputs, order + 1, has_policy)
+        findings += _judge_loss(judge, outputs, order + 1)
     return findings
 
 
@@ -189,16 +184,14 @@ def _judge_call(
     return list(filter(None, findings))
 
 
-def _judge_loss(
-    judge: runs.Judge, outputs: Any, order: int, has_policy: bool
-) -> _Findings:
+def _judge_loss(judge: runs.Judge, outputs: Any, order: int) -> _Findings:
     """Judges the loss on the float32 outputs, forward and backward."""
     batch, limits, dtypes = judge.batch, judge.limits, judge.run.output_dtypes
     exact = [ops.cast(leaf, "float32") for leaf in probe.floats(outputs)]
     near = [ops.cast(*pair) for pair in zip(exact, dtypes, strict=True)]
 
     def loss(leaves: list[Any]) -> list[Any]:
-        if has_policy:
+        if judge.has_policy:
             leaves = [ops.cast(leaf, "float32") for leaf in leaves]
         # A loss of several outputs has variables with the mean of each.
         with keras.StatelessScope():

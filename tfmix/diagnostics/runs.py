@@ -26,18 +26,9 @@ class Signature:
     """The float tensors of one call in the 16-bit run."""
 
     arguments: tuple[str, ...]  # the dtypes of the inputs
-    # True for inputs whose values fit into 16 bits: even if their dtype is
-    # float32, they come from a 16-bit layer.
-    rounded: tuple[bool, ...]
     outputs: tuple[str, ...]  # the dtypes of the outputs
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[int, ...], ...]  # the shapes of the outputs
     is_tensor: bool  # true if the call returns one tensor, not a nest
-    is_output: bool = False  # true if the model returns these outputs
-
-    def completed(self, rounded: list[Any], is_output: bool) -> "Signature":
-        """Returns the signature with the fields that need the run's end."""
-        fits = tuple(map(bool, rounded))
-        return dataclasses.replace(self, rounded=fits, is_output=is_output)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +36,9 @@ class SixteenBitRun:
     """The result of the 16-bit run."""
 
     signatures: dict[Key, Signature]
+    # True for a call's inputs whose values fit into 16 bits: even if their
+    # dtype is float32, they come from a 16-bit layer.
+    rounded: dict[Key, list[bool]]
     output_dtypes: tuple[str, ...]
     # The plan has float32 for each layer that fell back to it.
     planned: planned_policies.Plan
@@ -75,57 +69,38 @@ def sixteen_bit(
 ) -> SixteenBitRun:
     """Runs the model forward in 16 bit and records the dtypes."""
     signatures: dict[Key, Signature] = {}
-    rounded: dict[Key, list[Any]] = {}
-    makers: dict[int, Key] = {}
-    # The tensors are kept alive, so that each `id` means one tensor.
-    alive = []
-    trace, outputs = None, None
+    output_dtypes: tuple[str, ...] = ()
 
-    def on_call(call: probe.Call) -> Any:
-        outputs = call.proceed()
-        leaves = probe.floats(outputs)
-        every = [*leaves, *call.tensors]
-        # Calls in the body of a compiled loop have no values to read.
-        if all(compilation.is_made_in(trace, leaf) for leaf in every):
-            rounded[call.key] = [_fits(leaf, fmt) for leaf in call.tensors]
-            signatures[call.key] = _signature(call, outputs)
-            for leaf in leaves:
-                # An outer layer may return an inner layer's tensor.
-                makers.setdefault(id(leaf), call.key)
-            alive.append(leaves)
-        return outputs
-
-    def forward(weights: list[Any]) -> Any:
-        nonlocal trace, outputs
+    def forward(weights: list[Any]) -> dict[Key, list[Any]]:
+        nonlocal output_dtypes
         trace = compilation.trace()
+        fits: dict[Key, list[Any]] = {}
+
+        def on_call(call: probe.Call) -> Any:
+            outputs = call.proceed()
+            leaves, inputs = probe.floats(outputs), call.tensors
+            # Calls in the body of a compiled loop have no values to read.
+            if all(compilation.is_made_in(trace, x) for x in leaves + inputs):
+                fits[call.key] = [_fits(leaf, fmt) for leaf in inputs]
+                signatures[call.key] = Signature(
+                    arguments=tuple(map(probe.dtype, inputs)),
+                    outputs=tuple(map(probe.dtype, leaves)),
+                    shapes=tuple(tuple(leaf.shape) for leaf in leaves),
+                    is_tensor=probe.is_float(outputs),
+                )
+            return outputs
+
         with probe.watched(targets, on_call):
             outputs = batch.outputs(weights)
-        return rounded
+        output_dtypes = tuple(map(probe.dtype, probe.floats(outputs)))
+        return fits
 
     with layers.policies(planned):
         fits = batch.runner.run(forward, batch.weights())
+        rounded = {key: [*map(bool, each)] for key, each in fits.items()}
         ran = {layer: layer_policies.own(layer) for layer in planned}
         fallbacks = float32_fallback.reasons(batch.model)
-    leaves = probe.floats(outputs)
-    of_outputs = {makers[id(leaf)] for leaf in leaves if id(leaf) in makers}
-    signatures = {
-        key: signature.completed(fits[key], key in of_outputs)
-        for key, signature in signatures.items()
-    }
-    dtypes = tuple(map(probe.dtype, leaves))
-    return SixteenBitRun(signatures, dtypes, ran, fallbacks)
-
-
-def _signature(call: probe.Call, outputs: Any) -> Signature:
-    """Records a call's dtypes and shapes; `completed` adds the rest."""
-    leaves = probe.floats(outputs)
-    return Signature(
-        arguments=tuple(map(probe.dtype, call.tensors)),
-        rounded=(),
-        outputs=tuple(map(probe.dtype, leaves)),
-        shapes=tuple(tuple(leaf.shape) for leaf in leaves),
-        is_tensor=probe.is_float(outputs),
-    )
+    return SixteenBitRun(signatures, rounded, output_dtypes, ran, fallbacks)
 
 
 def truth(
@@ -149,7 +124,7 @@ def truth(
             )
 
         with probe.watched(targets, on_call):
-            return [batch.run(weights)[1]]
+            return [batch.loss_at(weights)]
 
     def gradients_at(weights: list[Any]) -> list[Any]:
         tokens = [
@@ -207,6 +182,9 @@ class Judge:
     run: SixteenBitRun
     truth: Truth | None
     limits: _formats.Format
+    # Whether the model has a policy of tfmix, so that it returns float32 and
+    # scales its gradients inside.
+    has_policy: bool
     # The optimizer's loss scale, and what it multiplies gradients by for each
     # 1 of it.
     loss_scale: float = 1.0
@@ -257,12 +235,15 @@ class Judge:
         gradients: list[Any] | None,
         scale: Any,
     ) -> list[Pair]:
-        signature, inputs = self.run.signatures[call.key], len(tensors)
+        inputs = len(tensors)
         exact = [ops.cast(leaf, "float32") for leaf in tensors]
         near = [
             ops.cast(ops.cast(leaf, self.limits.name) if small else leaf, dtype)
             for leaf, small, dtype in zip(
-                exact, signature.rounded, signature.arguments, strict=True
+                exact,
+                self.run.rounded[call.key],
+                self.run.signatures[call.key].arguments,
+                strict=True,
             )
         ]
         function = _function(call, inputs, call.target.weights)
@@ -294,15 +275,6 @@ class Judge:
             (wrong[:inputs], right[:inputs]),
             (wrong[inputs:], right[inputs:]),
         ]
-
-    def exact(self, call: probe.Call, tensors: Sequence[Any]) -> list[Any]:
-        """Makes a call in float32 with other tensors."""
-        return _function(call, len(tensors), [])(list(tensors))
-
-    def near(self, call: probe.Call, tensors: Sequence[Any]) -> list[Any]:
-        """Makes a call in 16 bit with other tensors."""
-        with self._in_sixteen_bit(call.target):
-            return self.exact(call, tensors)
 
     @contextlib.contextmanager
     def _in_sixteen_bit(self, target: probe.Target) -> Iterator[None]:
