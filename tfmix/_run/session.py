@@ -53,20 +53,17 @@ def begin() -> None:
 class _Watch(skip_report.SkipWatch):
     """Keeps the likeliest cause of skipped steps for the report."""
 
-    session: "_Session"
+    def __init__(self, session: "_Session") -> None:
+        super().__init__()
+        self._session, self._is_known = session, False
 
-    def on_train_begin(self, logs: Any = None) -> None:
-        super().on_train_begin(logs)
-        self._is_known = False
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        before = (self._counted or (0, 0))[1]
-        super().on_epoch_end(epoch, logs)
-        after = (self._counted or (0, 0))[1]
-        if after > before and not self._is_known:
+    def on_skips(
+        self, epoch: int, applied: int, skipped: int, loss: float
+    ) -> None:
+        super().on_skips(epoch, applied, skipped, loss)
+        if not self._is_known:
             self._is_known = True
-            loss = float((logs or {}).get("loss", "nan"))
-            self.session.cause = self.cause(after - before, loss).text
+            self._session.cause = self.cause(skipped, loss).text
 
 
 class _Session:
@@ -98,8 +95,8 @@ class _Session:
             }
         )
         self._steps.watch()
-        watch = type("_Watch", (_Watch,), {"session": self})
-        model.report_skips(skip_report.reporting(watch))
+        fit = functools.partial(skip_report.fit_with, lambda: _Watch(self))
+        model.report_skips(fit)
         atexit.register(self._end)
 
     def _decide(self, policy: keras.DTypePolicy) -> keras.DTypePolicy:

@@ -45,23 +45,10 @@ def bad_data(data: Mapping[str, Any]) -> BadData:
     return BadData(rows, text)
 
 
-def without(
-    data: Mapping[str, Any], rows: Collection[int]
-) -> Mapping[str, Any]:
-    """Drops rows of arrays; returns no arrays if no row is left."""
-    if not rows:
-        return data
-    drop = functools.partial(np.delete, obj=sorted(rows), axis=0)
-    left = {
-        name: tree.map_structure(lambda leaf: drop(np.asarray(leaf)), nest)
-        for name, nest in data.items()
-    }
-    return left if all(map(len, tree.flatten(left))) else {}
-
-
 def of_model(
     model: keras.Model,
     data: Mapping[str, Any],
+    bad_rows: Collection[int],
     batch_size: int | None,
     loss: float,
     overflowed: Mapping[str, int],
@@ -71,6 +58,7 @@ def of_model(
     Args:
         model: The model that `fit` trains.
         data: Its arguments `x` and `y`, if they are arrays.
+        bad_rows: Rows that hold NaN or infinity, which are left out.
         batch_size: Rows of a batch.
         loss: The loss in the epoch's logs; NaN if unknown.
         overflowed: How often the gradient of each variable was not finite.
@@ -78,8 +66,7 @@ def of_model(
     is_float16 = layer_dtypes.computes_in(model, "float16")
     largest = _formats.FLOAT16.max if is_float16 else math.inf
     bad = None
-    if "x" in data:
-        batch = _worst_rows(data, batch_size or _ROWS)
+    if batch := _worst_rows(data, bad_rows, batch_size or _ROWS):
         measured, bad = _run(model, batch)
         loss = loss if math.isnan(measured) and not bad else measured
     if bad:
@@ -147,14 +134,24 @@ def _largest(nest: Any) -> float:
     return max(tops, default=0.0)
 
 
-def _worst_rows(data: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Returns a batch of the rows of `x` with the largest values."""
+def _worst_rows(
+    data: Mapping[str, Any], left_out: Collection[int], count: int
+) -> dict[str, Any]:
+    """Returns a batch of the rows of `x` with the largest values.
+
+    It is empty without `x`, and if all rows are left out.
+    """
+    if "x" not in data:
+        return {}
     first, *_ = tree.flatten(data["x"])
     tops = [np.abs(block).max(axis=1) for _, block in _bad_rows.blocks(first)]
-    order = np.argsort(-np.concatenate(tops), kind="stable") if tops else None
-    rows = np.arange(first.shape[0]) if order is None else order
-    kept = np.sort(rows[:count])
-    take = functools.partial(np.take, indices=kept, axis=0)
+    order = np.arange(first.shape[0])
+    if tops:
+        order = np.argsort(-np.concatenate(tops), kind="stable")
+    rows = np.sort(order[~np.isin(order, [*left_out])][:count])
+    if not rows.size:
+        return {}
+    take = functools.partial(np.take, indices=rows, axis=0)
     return {
         name: tree.map_structure(lambda leaf: take(np.asarray(leaf)), nest)
         for name, nest in data.items()

@@ -61,12 +61,15 @@ class SkipWatch(keras.callbacks.Callback):
         applied, skipped = (
             now - was for now, was in zip(self._counted, before, strict=True)
         )
-        if (
-            skipped
-            and not self._has_reported
-            and self._needs_a_line(applied, skipped)
-        ):
-            self._report(epoch + 1, applied, skipped, _loss(logs or {}))
+        if skipped:
+            self.on_skips(epoch + 1, applied, skipped, _loss(logs or {}))
+
+    def on_skips(
+        self, epoch: int, applied: int, skipped: int, loss: float
+    ) -> None:
+        """Reports the skipped steps of an epoch, if there are many."""
+        if not self._has_reported and self._needs_a_line(applied, skipped):
+            self._report(epoch, applied, skipped, loss)
 
     def _count(self) -> tuple[int, int] | None:
         # Reading `self.model` updates the variables on JAX.
@@ -133,29 +136,24 @@ class SkipWatch(keras.callbacks.Callback):
         # Each row is in one step of an epoch.
         if bad_data.text and skipped <= len(bad_data.rows):
             return bad_data.cause
-        data = skip_causes.without(self.data, bad_data.rows)
-        of_model = self._of_model(data, loss)
+        overflowed = {
+            path: count
+            for optimizer in self._optimizers()
+            for path, count in optimizer.overflow_counts.items()
+        }
+        kind, text = skip_causes.of_model(
+            self.model,
+            self.data,
+            bad_data.rows,
+            self.batch_size,
+            loss,
+            overflowed,
+        )
         if not bad_data.text:
-            return of_model
-        kind, text = of_model
+            return skip_causes.Cause(kind, text)
         if kind == "unknown":
             return bad_data.cause
         return skip_causes.Cause(kind, f"{bad_data.text}. Also, {text}")
-
-    def _of_model(
-        self, data: Mapping[str, Any], loss: float
-    ) -> skip_causes.Cause:
-        return skip_causes.of_model(
-            self.model,
-            data,
-            self.batch_size,
-            loss,
-            {
-                path: count
-                for optimizer in self._optimizers()
-                for path, count in optimizer.overflow_counts.items()
-            },
-        )
 
 
 def steps(optimizer: bare_optimizers.Skipper) -> tuple[int, int]:
@@ -178,19 +176,14 @@ def _share(applied: int, skipped: int) -> str:
     return f"{skipped} of {applied + skipped} steps"
 
 
-def reporting(watch_class: type[SkipWatch]) -> Callable:
-    """Returns what calls a model's `fit` with a watch of that class."""
-    return functools.partial(_fit, watch_class)
-
-
-def _fit(
-    watch_class: type[SkipWatch],
+def fit_with(
+    make_watch: Callable[[], SkipWatch],
     model: keras.Model,
     original: Callable,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Calls a model's `fit` with a `SkipWatch` among its callbacks."""
+    """Calls a model's `fit` with a watch among its callbacks."""
     try:
         bound = inspect.signature(original).bind(*args, **kwargs)
     except TypeError:
@@ -202,7 +195,7 @@ def _fit(
     watches = [
         callback for callback in callbacks if isinstance(callback, SkipWatch)
     ]
-    watch = watches[0] if watches else watch_class()
+    watch = watches[0] if watches else make_watch()
     watch.data = {name: _arguments.of_call(bound, name) for name in _DATA}
     watch.batch_size = _arguments.of_call(bound, "batch_size")
     if watches:
@@ -220,4 +213,4 @@ def _fit(
         callbacks.remove(watch)
 
 
-fit = reporting(SkipWatch)
+fit = functools.partial(fit_with, SkipWatch)
