@@ -53,43 +53,25 @@ class Memory:
         return {titles.get(name, name): size for name, size in fields.items()}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Way:
-    """A way to train: the dtypes, and the wrapper of the optimizer."""
-
-    weights: str
-    activations: str
-    optimizer: str = ""
-
-    @property
-    def has_masters(self) -> bool:
-        return self.optimizer.startswith(_MASTERS.partition("(")[0])
-
-    @property
-    def has_eight_bits(self) -> bool:
-        return self.optimizer == _LOW or _INT8 in self.optimizer
-
-
-# The ways are in the order of how much they change.
+# The ways to train are in the order of how much they change. A name begins with
+# that of a policy, and the value is the optimizer to write.
 _WAYS = {
-    "float32": _Way("float32", "float32"),
-    "mixed_float16": _Way("float32", "float16"),
-    "mixed_bfloat16": _Way("float32", "bfloat16"),
-    "mixed_float16, 8-bit state": _Way("float32", "float16", _LOW),
-    "mixed_bfloat16, 8-bit state": _Way("float32", "bfloat16", _LOW),
-    "float16": _Way("float16", "float16", _MASTERS.format("")),
-    "bfloat16": _Way("bfloat16", "bfloat16", _MASTERS.format("")),
-    "float16, 8-bit state": _Way("float16", "float16", _MASTERS.format(_INT8)),
-    "bfloat16, 8-bit state": _Way(
-        "bfloat16", "bfloat16", _MASTERS.format(_INT8)
-    ),
-    "bfloat16, no masters": _Way(
-        "bfloat16", "bfloat16", _STOCHASTIC.format("")
-    ),
-    "bfloat16, no masters, 8-bit state": _Way(
-        "bfloat16", "bfloat16", _STOCHASTIC.format(_INT8)
-    ),
+    "float32": "",
+    "mixed_float16": "",
+    "mixed_bfloat16": "",
+    "mixed_float16, 8-bit state": _LOW,
+    "mixed_bfloat16, 8-bit state": _LOW,
+    "float16": _MASTERS.format(""),
+    "bfloat16": _MASTERS.format(""),
+    "float16, 8-bit state": _MASTERS.format(_INT8),
+    "bfloat16, 8-bit state": _MASTERS.format(_INT8),
+    "bfloat16, no masters": _STOCHASTIC.format(""),
+    "bfloat16, no masters, 8-bit state": _STOCHASTIC.format(_INT8),
 }
+
+
+def _policy(way: str) -> keras.DTypePolicy:
+    return keras.DTypePolicy(way.partition(",")[0])
 
 
 def by_way(model: Any, outputs: int) -> dict[str, Memory]:
@@ -106,18 +88,19 @@ def by_way(model: Any, outputs: int) -> dict[str, Memory]:
     eight_bits = slots_per_weight * sum(
         map(_eight_bit_bytes, model.trainable_variables)
     )
-    return {
-        name: Memory(
-            weights * _BYTES[way.weights],
-            trainable * _BYTES["float32"] * way.has_masters,
-            eight_bits if way.has_eight_bits else slots * _BYTES["float32"],
-            trainable * _BYTES[way.weights],
-            outputs * _BYTES[way.activations],
-        )
-        for name, way in _WAYS.items()
+    memories = {}
+    for way, optimizer in _WAYS.items():
+        policy, has_eight_bits = _policy(way), "8-bit state" in way
         # Without optimizer state, 8-bit state makes no difference.
-        if slots_per_weight or not way.has_eight_bits
-    }
+        if slots_per_weight or not has_eight_bits:
+            memories[way] = Memory(
+                weights * _BYTES[policy.variable_dtype],
+                trainable * _BYTES["float32"] * ("Master" in optimizer),
+                eight_bits if has_eight_bits else slots * _BYTES["float32"],
+                trainable * _BYTES[policy.variable_dtype],
+                outputs * _BYTES[policy.compute_dtype],
+            )
+    return memories
 
 
 def of_step(model: Any, temporaries: int) -> Memory:
@@ -171,10 +154,9 @@ def first_that_fits(
     if fits:
         return f"{has}. float32 fits; faster is {auto}, which is 'auto' there"
     for name, memory in memories.items():
-        way = _WAYS[name]
         fits = memory.total <= target.memory
-        if fits and f"mixed_{way.activations}" == auto:
-            compiled = way.optimizer and f". Compile with {way.optimizer}"
+        if fits and f"mixed_{_policy(name).compute_dtype}" == auto:
+            compiled = _WAYS[name] and f". Compile with {_WAYS[name]}"
             return f"{has}. The first that fits: {name}{compiled}"
     return f"{has}. None of these fits: use a smaller batch, or LoRA"
 
