@@ -1,8 +1,10 @@
 """Layer rules: which layers a 16-bit policy leaves in float32, and why."""
 
 import dataclasses
+import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import keras
 
@@ -154,14 +156,22 @@ def resolve(
     items: Iterable[RuleItem], argument: str = "float32_layers"
 ) -> tuple[RuleItem, ...]:
     """Checks a list of layer rules and returns it as a tuple."""
+    check = functools.partial(_check, argument=argument)
+    return distinct(argument, items, check, "['Softmax', 'head.*']")
+
+
+def distinct(
+    argument: str, items: Any, check: Callable[[Any], None], example: str
+) -> tuple[Any, ...]:
+    """Checks the items of a list, of which none may come twice."""
     if isinstance(items, str | type) or not isinstance(items, Iterable):
         raise TypeError(
-            f"`{argument}` must be a list, for example ['Softmax', "
-            f"'head.*']. Received: {argument}={items!r}."
+            f"`{argument}` must be a list, for example {example}. "
+            f"Received: {argument}={items!r}."
         )
-    seen: list[RuleItem] = []
+    seen: list[Any] = []
     for item in items:
-        _check(item, argument)
+        check(item)
         if item in seen:
             raise ValueError(
                 f"`{argument}` names {item!r} twice. Leave one out."

@@ -73,30 +73,21 @@ def default_float32_ops(
 
 def resolve(names: Iterable[str]) -> tuple[str, ...]:
     """Checks a list of op names and returns it as a tuple."""
-    if isinstance(names, str) or not isinstance(names, Iterable):
+    example = "['softmax', 'sum']"
+    return float32_layers.distinct("float32_ops", names, _check, example)
+
+
+def _check(name: object) -> None:
+    if not isinstance(name, str):
         raise TypeError(
-            "`float32_ops` must be a list of op names, for example "
-            f"['softmax', 'sum']. Received: float32_ops={names!r}."
+            "`float32_ops` takes names, for example 'softmax'. "
+            f"Received: {name!r} of type {type(name).__name__}."
         )
-    seen: list[str] = []
-    for name in names:
-        if not isinstance(name, str):
-            raise TypeError(
-                "`float32_ops` takes names, for example 'softmax'. "
-                f"Received: {name!r} of type {type(name).__name__}."
-            )
-        if name in seen:
-            raise ValueError(
-                f"`float32_ops` names an op twice. Received: {name!r} again. "
-                "Leave one of them out."
-            )
-        # Every Keras version accepts the names of the default list, so that a
-        # list written on a newer version loads on an older one.
-        if name not in DEFAULT_FLOAT32_OPS and not op_places.is_op(name):
-            raise ValueError(
-                "`float32_ops` must name functions of `keras.ops` or "
-                f"`keras.activations` that take tensors. Received: {name!r}."
-                f"{_arguments.did_you_mean(name, op_places.op_names())}"
-            )
-        seen.append(name)
-    return tuple(seen)
+    # Every Keras version accepts the names of the default list, so that a list
+    # written on a newer version loads on an older one.
+    if name not in DEFAULT_FLOAT32_OPS and not op_places.is_op(name):
+        raise ValueError(
+            "`float32_ops` must name functions of `keras.ops` or "
+            f"`keras.activations` that take tensors. Received: {name!r}."
+            f"{_arguments.did_you_mean(name, op_places.op_names())}"
+        )
