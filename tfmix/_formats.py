@@ -1,4 +1,4 @@
-"""The float formats tfmix works with: their limits, names and aliases."""
+"""The float formats that tfmix works with, and their limits."""
 
 import dataclasses
 

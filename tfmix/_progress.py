@@ -3,22 +3,14 @@
 import contextlib
 import importlib.util
 import sys
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator
 
 import rich.console
 import rich.progress
 
 
-class Say(Protocol):
-    """Changes the line on display and the share of the work that is done."""
-
-    def __call__(self, line: str, share: float | None = None) -> None:
-        """Shows a line, and a bar if a share between 0 and 1 is known."""
-
-
 @contextlib.contextmanager
-def shown(what: str, *, hidden: bool = False) -> Iterator[Say]:
+def shown(what: str, *, hidden: bool = False) -> Iterator[Callable[..., None]]:
     """Shows a moving line on stderr during a block.
 
     Args:
@@ -26,7 +18,8 @@ def shown(what: str, *, hidden: bool = False) -> Iterator[Say]:
         hidden: Whether to show nothing at all.
 
     Yields:
-        A `Say`.
+        A function that changes the line. With a share of the work, from 0 to
+        1, it also shows a bar.
     """
     console = rich.console.Console(stderr=True)
     # In a notebook rich needs ipywidgets, and warns if they are missing.

@@ -100,8 +100,3 @@ def test_the_vector_stays_a_device_tensor_in_a_compiled_function():
         compiled = tf.function(compiled, jit_compile=True)
     row = compiled(ops.ones((2, 3), "float16"))
     assert ranges.from_vector(row, FLOAT16).largest == 1.0
-
-
-def test_integers_are_refused():
-    with pytest.raises(TypeError, match="dtype 'int32'"):
-        measured(np.array([1, 2], "int32"))

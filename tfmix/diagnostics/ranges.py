@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 from keras import ops
 
@@ -51,13 +50,6 @@ def vector(values: Any, limits: _formats.Format) -> Any:
     It returns a float32 vector with a number for each of `COLUMNS`. If the
     device flushes subnormals (most do in bfloat16), they count as zeros.
     """
-    values = ops.convert_to_tensor(values)
-    dtype = keras.backend.standardize_dtype(values.dtype)
-    if not keras.backend.is_float_dtype(dtype):
-        raise TypeError(
-            "`values` must be of a float dtype, such as float16 or float32. "
-            f"Received: values of dtype {dtype!r}."
-        )
     sizes = ops.abs(ops.reshape(ops.cast(values, "float32"), (-1,)))
     finite = ops.isfinite(sizes)
     # A zero is appended, because the maximum of an empty tensor may raise.
