@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests._keras.contracts import jax_only, tensorflow_only
-from tfmix._keras import gradients, layers
+from tfmix._keras import global_state, gradients
 
 
 @tensorflow_only
@@ -122,7 +122,7 @@ def test_a_layer_run_as_an_earlier_call_is_in_its_mode_and_dtype():
             self.weight = self.add_weight(shape=())
 
         def call(self, inputs):
-            states.append(layers.call_state())
+            states.append(global_state.call_state())
             return self.inner(inputs)
 
     outer = Outer(dtype="mixed_float16")
@@ -130,7 +130,7 @@ def test_a_layer_run_as_an_earlier_call_is_in_its_mode_and_dtype():
     outer.inner.build((2, 3))
     outer(x, training=True)
     seen.clear()
-    with layers.as_called(states[-1]):
+    with global_state.as_called(states[-1]):
         outer.inner(x)
         dtype = keras.backend.standardize_dtype(outer.weight.value.dtype)
         assert dtype == "float16"

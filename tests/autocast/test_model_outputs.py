@@ -208,3 +208,16 @@ def test_a_last_layer_in_16_bit_is_reported_once_per_process_and_dtype(caplog):
     for message, name in zip(found, NAMES, strict=True):
         assert f"is {name[6:]} (" in message
         assert 'dtype="float32"' in message
+
+
+@pytest.mark.parametrize("in_scope", [True, False])
+def test_a_sum_beyond_float16_is_returned_after_the_scope_as_well(in_scope):
+    class Total(keras.Model):
+        def call(self, x):
+            return ops.sum(x, axis=1)
+
+    with tfmix.policy_scope("mixed_float16"):
+        model, x = Total(), np.full((2, 1000), 100.0, "float32")
+        inside = model(x)
+    found = inside if in_scope else model(x)
+    np.testing.assert_array_equal(found, [1e5, 1e5])

@@ -55,13 +55,4 @@ def test_gradients_without_a_size_are_left_unchanged(values):
 
 
 def test_a_factor_moves_the_power():
-    with power.placement(0.25):
-        assert power.placing() == 0.25
-        assert of(np.float32([4.0]), factor=power.placing()) == 0.0625
-    assert power.placing() == 1.0
-
-
-def test_the_factor_is_restored_after_an_error():
-    with pytest.raises(KeyError), power.placement(0.25):
-        raise KeyError
-    assert power.placing() == 1.0
+    assert of(np.float32([4.0]), factor=0.25) == 0.0625

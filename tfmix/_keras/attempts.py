@@ -10,14 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-from keras.src.backend.common import stateless_scope
 
-from tfmix._keras import layers, variables
+from tfmix._keras import global_state, layers, variables
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
-
-_KERAS = "keras.src.layers."
 
 
 def would_last(layer: keras.Layer) -> bool:
@@ -28,8 +25,7 @@ def would_last(layer: keras.Layer) -> bool:
     """
     if not _is_traced() or not layers.is_built(layer):
         return False
-    inside = layers.flat_layers(layer)
-    known = all(type(inner).__module__.startswith(_KERAS) for inner in inside)
+    known = all(map(layers.is_builtin, layers.flat_layers(layer)))
     return not known and bool(_state(layer))
 
 
@@ -47,18 +43,17 @@ def noted(layer: keras.Layer, is_new: bool) -> Callable[[], None]:
     Outside a stateless scope it notes only new calls, because it copies the
     values.
     """
-    scope, values = stateless_scope.get_stateless_scope(), []
+    scope, values = global_state.open_scope(), []
     if scope is not None:
-        mapping, losses = dict(scope.state_mapping), list(scope.losses)
+        restore_scope = global_state.noted_scope(scope)
     elif is_new and not _is_traced():
         values = [(v, _value(v)) for v in _state(layer)]
 
     def restore() -> None:
         if scope is not None:
-            scope.state_mapping, scope.losses = dict(mapping), list(losses)
-        else:
-            for variable, value in values:
-                variable.assign(value)
+            restore_scope()
+        for variable, value in values:
+            variable.assign(value)
         for inner in layers.flat_layers(layer):
             # The losses of a failed call would count twice.
             inner._losses.clear()
@@ -71,7 +66,7 @@ def _is_traced() -> bool:
     """Returns whether TensorFlow traces a graph that will run."""
     if keras.backend.backend() != "tensorflow" or tf.executing_eagerly():
         return False
-    return stateless_scope.get_stateless_scope() is None
+    return global_state.open_scope() is None
 
 
 def _state(layer: keras.Layer) -> list[keras.Variable]:

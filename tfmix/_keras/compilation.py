@@ -3,7 +3,7 @@
 import collections
 import contextlib
 import functools
-import importlib
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 
 import keras
 import numpy as np
-from keras.src.backend.common import stateless_scope
 
-from tfmix._keras import context_values, replacements
+from tfmix._keras import context_values, global_state, replacements
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
@@ -29,6 +28,8 @@ Function = TypeVar("Function", bound=Callable)
 _READS = frozenset(
     "ReadVariableOp ResourceGather VarIsInitializedOp VariableShape".split()
 )
+# A tensor with more numbers is large.
+_LARGE = 2**18
 _RUNS_EAGERLY = "_run_functions_eagerly"
 # `trace` returns this for code that is not traced.
 EAGER = "eager"
@@ -132,11 +133,47 @@ def any_true(flags: Any) -> Any:
     return tf.reduce_any(flags)
 
 
-def sums(tensors: Sequence) -> Any:
+def by_shape(
+    tensors: Sequence, function: Callable[[list], Any], apart: Callable
+) -> Any:
+    """Joins the vectors that a function returns for tensors of one shape.
+
+    Args:
+        tensors: The tensors.
+        function: Takes tensors of one shape; returns a number for each.
+        apart: Returns whether a tensor may not be joined with others.
+
+    Returns:
+        A vector with the number of each tensor.
+    """
+    groups: dict[Any, list[int]] = collections.defaultdict(list)
+    for n, tensor in enumerate(tensors):
+        groups[n if apart(tensor) else tuple(tensor.shape)].append(n)
+    order = [n for group in groups.values() for n in group]
+    parts = [function([tensors[n] for n in g]) for g in groups.values()]
+    joined = keras.ops.concatenate(parts)
+    in_order = order == sorted(order)
+    return joined if in_order else keras.ops.take(joined, np.argsort(order))
+
+
+def sums(tensors: Sequence, together: tuple[int, int]) -> Any:
     """Returns the sums of integer tensors of one shape, as a vector.
 
-    XLA reads all of them in one kernel. Separate sums take two kernels each.
+    Args:
+        tensors: The tensors.
+        together: The number of small, and of large tensors that one kernel
+            reads.
     """
+    step = together[math.prod(tensors[0].shape) > _LARGE]
+    parts = [
+        _sums(tensors[start : start + step])
+        for start in range(0, len(tensors), step)
+    ]
+    return keras.ops.concatenate(parts)
+
+
+def _sums(tensors: Sequence) -> Any:
+    # XLA reads all of them in one kernel. Separate sums take two kernels each.
 
     def added(*both: Any) -> tuple:
         half = len(both) // 2
@@ -309,7 +346,7 @@ def becomes_constant(variable: keras.Variable) -> bool:
     """Returns whether JAX is compiling and would fix the variable's value."""
     if keras.backend.backend() != "jax":
         return False
-    scope = stateless_scope.get_stateless_scope()
+    scope = global_state.open_scope()
     if scope is not None and scope.get_current_value(variable) is not None:
         return False
     # JAX makes a tracer out of a constant only while it compiles.
@@ -317,9 +354,10 @@ def becomes_constant(variable: keras.Variable) -> bool:
 
 
 def is_host_readable(variable: keras.Variable) -> bool:
-    """Returns whether NumPy can read the variable here."""
+    """Returns whether NumPy can read the variable here, each time anew."""
     if keras.backend.backend() == "jax":
-        return not is_symbolic(variable.value)
+        known = not is_symbolic(variable.value)
+        return known and not becomes_constant(variable)
     return bool(tf.executing_eagerly())
 
 
@@ -335,7 +373,7 @@ def number_or_value(variable: keras.Variable) -> Any:
     if keras.backend.backend() != "tensorflow":
         return variable.value
     is_eager = tf.executing_eagerly() and not tf.distribute.has_strategy()
-    if is_eager and stateless_scope.get_stateless_scope() is None:
+    if is_eager and global_state.open_scope() is None:
         return host_value(variable)[()]
     return variable.value
 
@@ -481,7 +519,9 @@ def nothing_traced() -> Iterator[None]:
     thread = threading.get_ident()
     with _lock:
         _blocks[thread] += 1
-        _replacements.set({(_function_class(), _RUNS_EAGERLY): _or_in_a_block})
+        # This is the class of what `tf.function` returns.
+        function = type(tf.function(lambda: None))
+        _replacements.set({(function, _RUNS_EAGERLY): _or_in_a_block})
     try:
         yield
     finally:
@@ -499,10 +539,3 @@ def _or_in_a_block(original: property) -> property:
         return threading.get_ident() in _blocks or bool(usually)
 
     return property(is_eager)
-
-
-def _function_class() -> type:
-    module = importlib.import_module(
-        "tensorflow.python.eager.polymorphic_function.polymorphic_function"
-    )
-    return module.Function

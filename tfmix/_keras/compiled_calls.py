@@ -3,12 +3,11 @@
 Only outermost calls count, and only functions that call `note` in their trace.
 """
 
-import contextlib
 import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -26,10 +25,9 @@ else:
 Listener = Callable[[Any, list[Any], float, Any], None]
 _listeners: list[Listener] = []
 _replacements = replacements.Replacements()
-# The functions that run now in any thread; a strategy traces each replica in a
-# thread of its own.
-_running: list["_Call"] = []
-_local = threading.local()
+# The notes of the outermost functions that run now, by thread. A strategy
+# traces each replica in a thread of its own.
+_running: dict[int, list[Any]] = {}
 # The notes from the traces of each function.
 _notes: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
@@ -52,40 +50,25 @@ def is_compiling() -> bool:
 
 def note(what: Any) -> None:
     """Adds a note to the functions that are being traced."""
-    for call in _running:
-        if what not in call.notes:
-            call.notes.append(what)
-
-
-class _Call:
-    """One call of a function, with the notes of its trace."""
-
-    def __init__(self, function: Any) -> None:
-        self.notes = _notes.setdefault(function, [])
-
-
-@contextlib.contextmanager
-def _outermost(function: Any) -> Iterator[_Call]:
-    call = _Call(function)
-    _running.append(call)
-    _local.is_in_call = True
-    try:
-        yield call
-    finally:
-        _local.is_in_call = False
-        _running.remove(call)
+    for notes in list(_running.values()):
+        if what not in notes:
+            notes.append(what)
 
 
 def _called(function: Any, original: Callable, args: Any, kwargs: Any) -> Any:
-    if getattr(_local, "is_in_call", False):
+    thread = threading.get_ident()
+    if thread in _running:
         return original(*args, **kwargs)
     began = time.perf_counter()
-    with _outermost(function) as call:
+    notes = _running[thread] = _notes.setdefault(function, [])
+    try:
         outputs = original(*args, **kwargs)
+    finally:
+        del _running[thread]
     # A function inside another one does not count as a call.
-    if call.notes and not is_compiling():
+    if notes and not is_compiling():
         for listener in _listeners:
-            listener(function, call.notes, began, outputs)
+            listener(function, notes, began, outputs)
     return outputs
 
 

@@ -6,8 +6,10 @@ writes it. Giving them a copy of that module reaches every thread and every
 caller, and leaves alone all else that Keras keeps there.
 """
 
+import contextlib
 import numbers
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -17,6 +19,7 @@ from keras.src.backend.common import (
     stateless_scope,
     symbolic_scope,
     tensor_attributes,
+    variables,
 )
 from keras.src.dtype_policies import dtype_policy
 
@@ -25,6 +28,7 @@ from tfmix._keras import replacements
 POLICY_KEY = "dtype_policy"
 # The module by which Keras's two functions read and write the policy.
 POLICY_STORE: replacements.Place = (dtype_policy, "global_state")
+_CALL_CONTEXT = "current_call_ctx"
 _ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 _DATA = (numbers.Number, np.generic, np.ndarray)
 
@@ -49,7 +53,7 @@ def on_shapes_only() -> bool:
 
 def entry_layer() -> keras.Layer | None:
     """Returns the outermost layer whose call is running."""
-    context = global_state.get_global_attribute("current_call_ctx")
+    context = global_state.get_global_attribute(_CALL_CONTEXT)
     # `stateless_call` runs `call` without a context.
     entry: keras.Layer | None = getattr(context, "entry_layer", None)
     return entry
@@ -60,10 +64,61 @@ def is_outermost(layer: keras.Layer) -> bool:
     return entry_layer() in (None, layer) and not on_shapes_only()
 
 
+def call_state() -> tuple[Any, Any, Any]:
+    """Returns the training mode, layer and dtype of the running call.
+
+    The layer is a weak reference.
+    """
+    context = global_state.get_global_attribute(_CALL_CONTEXT)
+    entry = None
+    if context is not None:
+        entry = weakref.ref(context.entry_layer)
+        context = _with_entry(context, None)
+    return context, entry, variables.get_autocast_scope()
+
+
+def is_training() -> bool:
+    """Returns whether the running call is in training mode."""
+    context = global_state.get_global_attribute(_CALL_CONTEXT)
+    return bool(getattr(context, "training", None))
+
+
+def _with_entry(context: Any, entry: Any) -> Any:
+    """Returns the context of a call that another layer began."""
+    other = type(context)(entry)
+    vars(other).update({**vars(context), "entry_layer": entry})
+    return other
+
+
+@contextlib.contextmanager
+def as_called(state: tuple[Any, Any, Any]) -> Iterator[None]:
+    """Runs a block as part of an earlier call, given its `call_state`."""
+    context, entry, scope = state
+    if context is not None:
+        context = _with_entry(context, entry())
+    before = global_state.get_global_attribute(_CALL_CONTEXT)
+    global_state.set_global_attribute(_CALL_CONTEXT, context)
+    try:
+        with variables.AutocastScope(getattr(scope, "dtype", None)):
+            yield
+    finally:
+        global_state.set_global_attribute(_CALL_CONTEXT, before)
+
+
 def open_scope() -> keras.StatelessScope | None:
     """Returns the `keras.StatelessScope` around the caller, if there is one."""
     scope: keras.StatelessScope | None = stateless_scope.get_stateless_scope()
     return scope
+
+
+def noted_scope(scope: Any) -> Callable[[], None]:
+    """Notes what a scope holds; returns a function that restores it."""
+    mapping, losses = dict(scope.state_mapping), list(scope.losses)
+
+    def restore() -> None:
+        scope.state_mapping, scope.losses = dict(mapping), list(losses)
+
+    return restore
 
 
 # Both are notes on probabilities that hold their logits. Keras's losses use

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import layers, replacements
+from tfmix._keras import global_state, replacements
 
 # This function records the gradients of users' custom gradients.
 CUSTOM: tuple[replacements.Place, ...] = ()
@@ -49,7 +49,7 @@ def may_be_asked() -> bool:
     if runs_forward():
         return False
     is_graph = not tf.executing_eagerly()
-    return is_recorded() or (is_graph and layers.is_training())
+    return is_recorded() or (is_graph and global_state.is_training())
 
 
 def unrecorded() -> contextlib.AbstractContextManager[None]:

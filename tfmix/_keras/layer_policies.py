@@ -7,6 +7,7 @@ import keras
 from keras.src.backend.common import name_scope
 
 from tfmix import _formats
+from tfmix._keras import version
 
 # `Layer.__call__` calls this method first, before it casts inputs. An instance
 # attribute of that name hooks one layer and leaves its class alone.
@@ -31,11 +32,16 @@ def own(layer: keras.Layer) -> keras.DTypePolicy:
 
 def save_as_float32(layer: keras.Layer) -> None:
     """Makes a layer's saved configuration float32, whatever it computes in."""
+    change_policy(layer, get_config=_float32_config)
+
+
+def change_policy(layer: keras.Layer, **methods: Callable) -> None:
+    """Gives a layer a plain policy of its own with other methods."""
     policy = layer.dtype_policy
     if type(policy) is keras.DTypePolicy:
         own = keras.DTypePolicy(policy.name)
-        # Other attributes, such as a way to convert inputs, stay.
-        vars(own).update(vars(policy), get_config=_float32_config)
+        # Other methods that were replaced before stay.
+        vars(own).update(vars(policy), **methods)
         set_policy(layer, own)
 
 
@@ -61,10 +67,7 @@ def set_path(layer: keras.Layer, path: str) -> None:
 def until_built(layer: keras.Layer, action: Callable) -> None:
     """Runs an action before each use of a layer until it is built."""
     if not hasattr(layer, FIRST_CALLED):
-        raise RuntimeError(
-            "tfmix does not fit this version of Keras: layers have no "
-            f"{FIRST_CALLED!r}. Install Keras 3.12 to 3.15."
-        )
+        raise version.misfit(f"layers have no {FIRST_CALLED!r}")
     original = getattr(type(layer), FIRST_CALLED)
     busy: list[bool] = []
 

@@ -3,16 +3,13 @@
 import collections
 import contextlib
 import dataclasses
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
 from keras.src import backend
 from keras.src.backend.common import (
-    global_state,
     masking,
-    stateless_scope,
     variables,
 )
 from keras.src.layers.convolutional import base_conv
@@ -20,9 +17,8 @@ from keras.src.models import functional
 from keras.src.trainers import compile_utils
 
 from tfmix import _formats
-from tfmix._keras import layer_policies, replacements
+from tfmix._keras import global_state, layer_policies, replacements
 
-_CALL_CONTEXT = "current_call_ctx"
 # These two cast each variable that a layer reads, and take a part of one.
 AUTOCAST: replacements.Place = (variables.Variable, "_maybe_autocast")
 ITEM: replacements.Place = (variables.Variable, "__getitem__")
@@ -63,17 +59,13 @@ class Marks:
     """Everything that tfmix stores on one layer.
 
     Attributes:
-        exact_call: The replacement of `call` that sees inputs before a cast.
         by_policy: Whether the policy chose the dtype rather than the user.
-        fallback: The object that makes `call` fall back to float32.
         float8: Why it does not multiply in float8, "" if it does; `None` if
             that has not been decided.
-        methods: The owner of a model's wrapped methods.
+        methods: The owner of the wrapped methods.
     """
 
-    exact_call: Callable | None = None
     by_policy: bool = False
-    fallback: Any = None
     float8: str | None = None
     methods: Any = None
 
@@ -378,22 +370,6 @@ def casts_to_16_bit(variable: keras.Variable) -> bool:
     )
 
 
-def as_tensor(value: Any) -> Any:
-    """Returns the tensor of a backend variable."""
-    if keras.backend.backend() != "tensorflow":
-        return value
-    import tensorflow as tf
-
-    # TensorFlow asks a tensor much before it returns it.
-    is_tensor = isinstance(value, tf.Tensor)
-    return value if is_tensor else tf.convert_to_tensor(value)
-
-
-def is_quantized(layer: Any) -> bool:
-    """Returns whether a layer's kernel is stored in a quantized form."""
-    return getattr(layer, "quantization_mode", None) is not None
-
-
 def kernel_of(layer: Any) -> keras.Variable | None:
     """Returns the variable of a layer's kernel, if it is built."""
     return getattr(layer, "_kernel", None)
@@ -414,56 +390,15 @@ def adapted_kernel(layer: Any) -> Any:
     return kernel + factor * keras.ops.matmul(left, right)
 
 
-def call_state() -> tuple[Any, Any, Any]:
-    """Returns the training mode, layer and dtype of the running call.
-
-    The layer is a weak reference.
-    """
-    context = global_state.get_global_attribute(_CALL_CONTEXT)
-    entry = None
-    if context is not None:
-        entry = weakref.ref(context.entry_layer)
-        context = _with_entry(context, None)
-    return context, entry, variables.get_autocast_scope()
-
-
-def is_training() -> bool:
-    """Returns whether the running call is in training mode."""
-    context = global_state.get_global_attribute(_CALL_CONTEXT)
-    return bool(getattr(context, "training", None))
-
-
-def _with_entry(context: Any, entry: Any) -> Any:
-    """Returns the context of a call that another layer began."""
-    other = type(context)(entry)
-    vars(other).update({**vars(context), "entry_layer": entry})
-    return other
-
-
-@contextlib.contextmanager
-def as_called(state: tuple[Any, Any, Any]) -> Iterator[None]:
-    """Runs a block as part of an earlier call, given its `call_state`."""
-    context, entry, scope = state
-    if context is not None:
-        context = _with_entry(context, entry())
-    before = global_state.get_global_attribute(_CALL_CONTEXT)
-    global_state.set_global_attribute(_CALL_CONTEXT, context)
-    try:
-        with autocast(getattr(scope, "dtype", None)):
-            yield
-    finally:
-        global_state.set_global_attribute(_CALL_CONTEXT, before)
-
-
 @contextlib.contextmanager
 def trial() -> Iterator[Any]:
     """Yields the open `keras.StatelessScope`, and restores it afterwards."""
-    scope = stateless_scope.get_stateless_scope()
-    mapping, losses = dict(scope.state_mapping), list(scope.losses)
+    scope: Any = global_state.open_scope()
+    restore = global_state.noted_scope(scope)
     try:
         yield scope
     finally:
-        scope.state_mapping, scope.losses = mapping, losses
+        restore()
 
 
 @contextlib.contextmanager

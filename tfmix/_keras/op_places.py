@@ -15,7 +15,7 @@ import keras
 from keras.src import backend, ops
 from keras.src.activations import activations
 
-from tfmix._keras import replacements
+from tfmix._keras import replacements, version
 
 # Keras 3.16 moved them one level deeper.
 BACKEND_OPS = getattr(backend, "ops", backend)
@@ -120,7 +120,9 @@ def wanted_dtype(args: tuple, kwargs: dict, position: int) -> str | None:
 def with_float32(
     args: tuple, kwargs: dict, position: int
 ) -> tuple[tuple, dict]:
-    """Returns the arguments of a call that asks for float32 instead."""
+    """Returns the arguments of a call, with float32 as the wanted dtype."""
+    if wanted_dtype(args, kwargs, position) is None:
+        return args, kwargs
     if len(args) > position:
         return (*args[:position], "float32", *args[position + 1 :]), kwargs
     return args, {**kwargs, "dtype": "float32"}
@@ -152,11 +154,8 @@ def _modules(package: types.ModuleType) -> list[tuple[str, types.ModuleType]]:
         if inspect.ismodule(getattr(package, theme, None))
     ]
     if not modules:
-        raise RuntimeError(
-            f"tfmix found none of the op modules {list(_THEMES)} in "
-            f"{package.__name__} of Keras {keras.__version__}, so "
-            "`float32_ops` cannot work. Pass `float32_ops=[]`, or use a Keras "
-            "that tfmix was checked on (3.12 to 3.15)."
+        raise version.misfit(
+            f"{package.__name__} has none of the op modules {list(_THEMES)}"
         )
     return modules
 

@@ -19,14 +19,12 @@ if keras.backend.backend() == "tensorflow":
         (tf, "constant"),
         (tf, "cast"),
     )
-elif keras.backend.backend() == "jax":
+else:
     import jax
     from jax._src.array import ArrayImpl
 
     _TENSORS = (ArrayImpl, jax.core.Tracer)
     _FUNCTIONS = ((jax.numpy, "where"),)
-else:
-    _TENSORS, _FUNCTIONS = (), ()
 
 # These give a NumPy number the dtype of the tensor beside it.
 CAST_NUMBERS = OPERATORS if keras.backend.backend() == "tensorflow" else ()
@@ -34,3 +32,4 @@ PLACES: tuple[replacements.Place, ...] = (
     *((tensor, name) for tensor in _TENSORS for name in OPERATORS),
     *_FUNCTIONS,
 )
+NAMES = tuple(dict.fromkeys(name for _, name in PLACES))

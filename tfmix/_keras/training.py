@@ -43,11 +43,7 @@ def metrics(model: keras.Model) -> list[keras.Metric]:
         return list(model.metrics)
     nest = given._user_metrics, given._user_weighted_metrics
     leaves = keras.tree.flatten(nest)
-    return [*model.metrics, *filter(_is_metric, leaves)]
-
-
-def _is_metric(value: Any) -> bool:
-    return isinstance(value, keras.Metric)
+    return [*model.metrics, *(x for x in leaves if isinstance(x, keras.Metric))]
 
 
 def model_in_step(callback: keras.callbacks.Callback) -> keras.Model:

@@ -13,7 +13,13 @@ import numpy as np
 from keras import ops
 
 from tfmix import _formats
-from tfmix._keras import optimizers, replacements
+from tfmix._keras import (
+    compilation,
+    global_state,
+    optimizers,
+    replacements,
+    version,
+)
 
 Variables = Sequence[keras.Variable]
 
@@ -112,6 +118,44 @@ def read(value: Any) -> Any:
     return value.value() if hasattr(value, "read_value") else value
 
 
+@contextlib.contextmanager
+def only_if(condition: Any, variables: Iterable) -> Iterator[None]:
+    """Makes assignments to some variables depend on a condition (JAX).
+
+    Args:
+        condition: Boolean scalar tensor.
+        variables: The variables that keep their values if it is false, all in a
+            `keras.StatelessScope` around the block.
+    """
+    outer: Any = global_state.open_scope()
+    with _Selecting(condition, variables, outer) as scope:
+        yield
+    outer.state_mapping.update(scope.state_mapping)
+
+
+class _Selecting(keras.StatelessScope):
+    """Selects the old or the new value in each assignment.
+
+    Later assignments of the block then read the selected value. If only its end
+    selected, XLA would need a second copy of optimizer state on a CPU, because
+    the weights' update reads the new state.
+    """
+
+    def __init__(self, condition: Any, variables: Iterable, outer: Any) -> None:
+        super().__init__(initialize_variables=False)
+        self.condition = condition
+        self.chosen = set(map(id, variables))
+        self.state_mapping = dict(outer.state_mapping)
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        """Receives what `keras.Variable.assign` was given."""
+        variable, new = update
+        old = compilation.read(variable)
+        if id(variable) in self.chosen and new is not old:
+            new = compilation.selected(self.condition, new, old)
+        super().add_update((variable, new))
+
+
 def assign_all(variables: Variables, values: Sequence) -> None:
     """Assigns every array, or none (`ValueError`) if one does not fit."""
     if len(values) != len(variables):
@@ -152,11 +196,7 @@ def cast_in_place(variable: keras.Variable, dtype: str) -> None:
     """Gives a variable another dtype, and rounds its value to that."""
     # TensorFlow then stores it where the strategy in scope puts it.
     if not all(hasattr(variable, name) for name in ("_dtype", "_initialize")):
-        raise RuntimeError(
-            f"tfmix does not fit Keras {keras.__version__}: its variables "
-            "cannot be cast in place. Build the model under the policy and "
-            "load its weights."
-        )
+        raise version.misfit("its variables cannot be cast in place")
     value = ops.cast(variable.value, dtype)
     before, trainable = variable._dtype, variable._trainable
     variable._dtype = dtype

@@ -60,6 +60,17 @@ def require_private_names(version: str = keras.__version__) -> None:
         ) from error
 
 
+def misfit(what: str) -> RuntimeError:
+    """Returns the error for a Keras that lacks what tfmix needs."""
+    oldest, newest = (
+        ".".join(map(str, v)) for v in (OLDEST_KERAS, NEWEST_SEEN)
+    )
+    return RuntimeError(
+        f"tfmix does not fit Keras {keras.__version__}: {what}. Install a "
+        f"Keras it was tested on ({oldest} to {newest}), or a newer tfmix."
+    )
+
+
 def numbers(version: str) -> tuple[int, ...]:
     """Returns the first two numbers of a version."""
     return tuple(int(part) for part in version.split(".")[:2])

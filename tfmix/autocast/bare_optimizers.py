@@ -93,28 +93,30 @@ class Skips:
         if applied is True and not (_ON_TENSORFLOW and self._counts[1]):
             return
         is_bad = ops.logical_not(applied)
-        if _ON_TENSORFLOW:
-            one = ops.reshape(is_bad, (1,))
-            flags = ops.cast(ops.concatenate([one, one, bad]), "int32")
-            counts = ops.add(self._counts, flags)
-            in_a_row = np.arange(len(self._paths) + 2) == 1
-            ended = ops.logical_and(in_a_row, ops.logical_not(is_bad))
-            self._counts.assign(ops.where(ended, 0, counts))
-        # The line after an epoch of `fit` says more.
+        # The line after an epoch of `fit` says more than a warning here.
         in_fit = context_values.block.get().in_fit
-        if not (in_fit and _ON_TENSORFLOW):
-            note = self._count if in_fit else self._count_and_watch
-            standstill.call_if(is_bad, note, self.applies.value, bad)
+        if not _ON_TENSORFLOW:
+            count = self._count if in_fit else self._count_and_warn
+            standstill.call_if(is_bad, count, self.applies.value, bad)
+            return
+        one = ops.reshape(is_bad, (1,))
+        flags = ops.cast(ops.concatenate([one, one, bad]), "int32")
+        in_a_row = np.arange(len(self._paths) + 2) == 1
+        ended = ops.logical_and(in_a_row, ops.logical_not(is_bad))
+        counts = ops.where(ended, 0, ops.add(self._counts, flags))
+        self._counts.assign(counts)
+        if not in_fit:
+            self._watch.warn_of_eighth(counts[1], bad)
 
     def _count(self, applied: Any, bad: Any) -> None:
-        if not _ON_TENSORFLOW:
-            self._counts[1] *= self._applied == int(applied)
-            self._counts += np.concatenate([[True, True], bad])
-            self._applied = int(applied)
+        self._counts[1] *= self._applied == int(applied)
+        self._counts += np.concatenate([[True, True], bad])
+        self._applied = int(applied)
 
-    def _count_and_watch(self, applied: Any, bad: Any) -> None:
+    def _count_and_warn(self, applied: Any, bad: Any) -> None:
         self._count(applied, bad)
-        self._watch.skipped(applied, bad)
+        if self._counts[1] >= standstill.AFTER:
+            self._watch.warn(bad)
 
     def _host_counts(self) -> np.ndarray:
         compilation.wait_for_callbacks()
@@ -152,36 +154,31 @@ def _apply(
     optimizer: Any, original: Callable, grads: list, variables: Any
 ) -> None:
     if optimizer not in _skips:
-        known = optimizers.remembered(optimizer) if optimizer.built else None
-        build = functools.partial(_build, optimizer, list(known or variables))
-        replicas.once_for_all(build)
-    given = variables is not None
-    these = list(variables if given else optimizers.remembered(optimizer))
+        built = optimizer.built and optimizers.remembered(optimizer)
+        first = list(built or variables)
+        build = functools.partial(_build, optimizer, first)
+        replicas.once_for_all(build, first)
+    known = optimizers.remembered(optimizer)
+    these = list(known if variables is None else variables)
     step_outcome.note_update(these)
     grads = replicas.sum_gradients(grads, these)
     skips = _skips[optimizer]
-    used = [*optimizer.variables, *optimizers.remembered(optimizer)]
+    used = [*optimizer.variables, *known]
     with replicas.one_replica([*used, *skips.variables], optimizer):
         true = unscale.in_float32(grads, these)
         local = [*map(keras_variables.local, these)]
-
-        def update() -> None:
-            original(optimizer, true, local if given else None)
-
+        update = functools.partial(original, optimizer, true, local)
         checked = unscale.narrow_if_dense(grads, true)
         applied, bad = apply_if_finite.apply_if_finite(checked, update, used)
-        rows = optimizers.positions(optimizer, these)
-        count = len(optimizers.remembered(optimizer))
-        bad = apply_if_finite.by_variable(bad, rows, count)
+        bad = apply_if_finite.by_variable(bad, optimizer, these)
         skips.count(applied, bad)
     step_outcome.report(applied)
 
 
 def _build(optimizer: Any, variables: Sequence) -> None:
-    with compilation.outside_of_tracing(variables):
-        if not optimizer.built:
-            optimizer.build(variables)
-        _skips[optimizer] = Skips(optimizer, variables)
+    if not optimizer.built:
+        optimizer.build(variables)
+    _skips[optimizer] = Skips(optimizer, variables)
 
 
 def _tell_of_lost_updates(optimizer: Any, variables: Any) -> None:

@@ -7,9 +7,8 @@ these layers use that.
 """
 
 import functools
-import types
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import keras
 
@@ -17,13 +16,13 @@ from tfmix import _messages
 from tfmix._keras import (
     compilation,
     global_state,
+    layer_methods,
     layer_policies,
     layers,
 )
 from tfmix._keras import variables as keras_variables
 from tfmix.gradient_scaling import tensors
 
-_CALL, _MASK = "call", "compute_mask"
 _CONVERT = "convert_input"
 # Larger whole numbers are not exact: 2 to the number of significant bits.
 _EXACT_UP_TO = {"float16": 2048, "bfloat16": 256}
@@ -32,20 +31,21 @@ _EXACT_UP_TO = {"float16": 2048, "bfloat16": 256}
 def keep_exact(layer: keras.Layer) -> None:
     """Makes a layer note what it casts, or use earlier notes."""
     if isinstance(layer, keras.layers.Embedding):
-        _look_up(layer, warn=True)
+        _wrap(layer, call=functools.partial(_look_up, layer))
     elif isinstance(layer, layers.DATA_LAYER):
         look_behind_casts(layer)
         # Some of them turn off the conversion of their inputs, and all of them
         # do in a graph of TensorFlow, such as a data pipeline.
-        _look_up(layer, warn=False)
+        _wrap(layer, call=_look_up_behind_casts)
     elif isinstance(layer, keras.Sequential):
         # Each of its layers casts its own inputs.
         _use_converter(layer, _pass_on)
     elif isinstance(layer, keras.layers.Masking):
         _use_converter(layer, _remember)
-        _mask_exactly(layer)
+        call = functools.partial(_mask_exactly, layer)
+        _wrap(layer, call=call, compute_mask=_compute_exact_mask)
     elif isinstance(layer, keras.layers.SpectralNormalization):
-        _read_as_stored(layer)
+        _wrap(layer, call=_read_as_stored)
     elif not layers.takes_casts(layer):
         _use_converter(layer, _remember)
 
@@ -87,42 +87,36 @@ def forget_exact(layer: keras.Layer) -> None:
     policy = layer.dtype_policy
     if _CONVERT in vars(policy):
         layer_policies.set_policy(layer, keras.DTypePolicy(policy.name))
-    ours = layers.marks(layer).exact_call
-    if ours is not None and vars(layer).get(_CALL) is ours:
-        object.__delattr__(layer, _CALL)
-        vars(layer).pop(_MASK, None)
-    layers.mark(layer, exact_call=None)
+    layer_methods.detach(layer, layer_methods.EXACT)
 
 
-def _use_converter(layer: keras.Layer, convert: Any) -> None:
+def _use_converter(layer: keras.Layer, convert: Callable) -> None:
     """Gives the layer a policy of its own with another `convert_input`."""
     policy = layer.dtype_policy
-    if type(policy) is not keras.DTypePolicy:
-        return
-    own = keras.DTypePolicy(policy.name)
-    vars(own)[_CONVERT] = types.MethodType(convert, own)
-    layer_policies.set_policy(layer, own)
+    original = functools.partial(type(policy).convert_input, policy)
+    convert = functools.partial(convert, original)
+    layer_policies.change_policy(layer, **{_CONVERT: convert})
 
 
-def _remember(policy: Any, x: Any, autocast: bool, dtype: str) -> Any:
+def _remember(original: Callable, x: Any, autocast: bool, dtype: str) -> Any:
     x = keras_variables.read(x)
-    tensor = type(policy).convert_input(policy, x, False, dtype)
-    converted = type(policy).convert_input(policy, tensor, autocast, dtype)
+    tensor = original(x, False, dtype)
+    converted = original(tensor, autocast, dtype)
     if converted is not tensor:
         tensors.note_uncast(x, converted, tensor)
     return converted
 
 
-def _recover(policy: Any, x: Any, autocast: bool, dtype: str) -> Any:
+def _recover(original: Callable, x: Any, autocast: bool, dtype: str) -> Any:
     exact = tensors.uncast(x)
-    converted = type(policy).convert_input(policy, exact, autocast, dtype)
+    converted = original(exact, autocast, dtype)
     if converted is not exact:
         layers.copy_mask(exact, converted)
     return converted
 
 
-def _pass_on(policy: Any, x: Any, autocast: bool, dtype: str) -> Any:
-    return type(policy).convert_input(policy, tensors.uncast(x), False, dtype)
+def _pass_on(original: Callable, x: Any, autocast: bool, dtype: str) -> Any:
+    return original(tensors.uncast(x), False, dtype)
 
 
 def _behind_cast(x: Any) -> Any:
@@ -132,59 +126,63 @@ def _behind_cast(x: Any) -> Any:
     return x if original is source else original
 
 
-def _look_up(layer: keras.Layer, warn: bool) -> None:
-    original = layer.call
+class _Exact(NamedTuple):
+    """The part of a layer that sees its inputs before a cast."""
 
-    @functools.wraps(original)
-    def call(inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        exact = keras.tree.map_structure(tensors.uncast, inputs)
-        if not warn:
-            exact = keras.tree.map_structure(_behind_cast, exact)
-        if warn:
-            _warn_of_rounded_ids(layer, exact)
-        return original(exact, *args, **kwargs)
-
-    _put_call(layer, call)
+    wrappers: Mapping[str, layer_methods.Wrapper]
 
 
-def _mask_exactly(layer: keras.layers.Masking) -> None:
+def _wrap(layer: keras.Layer, **wrappers: layer_methods.Wrapper) -> None:
+    layer_methods.attach(layer, layer_methods.EXACT, _Exact(wrappers))
+
+
+def _look_up(
+    layer: keras.layers.Embedding,
+    original: Callable,
+    inputs: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    exact = keras.tree.map_structure(tensors.uncast, inputs)
+    _warn_of_rounded_ids(layer, exact)
+    return original(exact, *args, **kwargs)
+
+
+def _look_up_behind_casts(
+    original: Callable, inputs: Any, *args: Any, **kwargs: Any
+) -> Any:
+    exact = keras.tree.map_structure(tensors.uncast, inputs)
+    exact = keras.tree.map_structure(_behind_cast, exact)
+    return original(exact, *args, **kwargs)
+
+
+def _mask_exactly(
+    layer: keras.layers.Masking,
+    original: Callable,
+    inputs: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Compares with a mask value that 16 bit need not represent."""
-    original, mask_of = layer.call, layer.compute_mask
-
-    @functools.wraps(original)
-    def call(inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        exact = tensors.uncast(inputs)
-        found = original(exact, *args, **kwargs)
-        result = keras.ops.cast(found, inputs.dtype)
-        # Keras before 3.15 computes it later, from the rounded inputs.
-        layers.put_mask(result, mask_of(exact))
-        return result
-
-    @functools.wraps(mask_of)
-    def compute_mask(inputs: Any, mask: Any = None) -> Any:
-        # A graph notes how to compute a mask from the given inputs.
-        return mask_of(tensors.uncast(inputs), mask)
-
-    _put_call(layer, call)
-    layer_policies.put(layer, _MASK, compute_mask)
+    found = original(tensors.uncast(inputs), *args, **kwargs)
+    result = keras.ops.cast(found, inputs.dtype)
+    # Keras before 3.15 computes it later, from the rounded inputs.
+    layers.put_mask(result, layer.compute_mask(inputs))
+    return result
 
 
-def _read_as_stored(layer: keras.Layer) -> None:
-    """Makes a layer that writes its weights back read them in float32."""
-    original = layer.call
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        # Layers inside it have a dtype of their own.
-        with layers.autocast(None):
-            return original(*args, **kwargs)
-
-    _put_call(layer, call)
+def _compute_exact_mask(
+    original: Callable, inputs: Any, mask: Any = None
+) -> Any:
+    # A graph notes how to compute a mask from the given inputs.
+    return original(tensors.uncast(inputs), mask)
 
 
-def _put_call(layer: keras.Layer, call: Callable) -> None:
-    layers.mark(layer, exact_call=call)
-    layer_policies.put(layer, _CALL, call)
+def _read_as_stored(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Calls a layer that writes its weights back, and so reads in float32."""
+    # Layers inside it have a dtype of their own.
+    with layers.autocast(None):
+        return original(*args, **kwargs)
 
 
 def _warn_of_rounded_ids(layer: keras.layers.Embedding, ids: Any) -> None:

@@ -15,27 +15,8 @@ import numpy as np
 
 from tfmix import _formats
 from tfmix._keras import op_places, scalars
+from tfmix.autocast import float32_ops
 from tfmix.gradient_scaling import tensors
-
-# These ops take a number beside a tensor, or beside a dtype.
-OPS = (
-    "add",
-    "array",
-    "cast",
-    "clip",
-    "convert_to_tensor",
-    "divide",
-    "divide_no_nan",
-    "full",
-    "full_like",
-    "maximum",
-    "minimum",
-    "multiply",
-    "subtract",
-    "true_divide",
-    "where",
-)
-
 
 _NUMBERS = (int, float, np.integer, np.floating)
 # A product may round to zero. In other ops, a number that would become zero is
@@ -64,10 +45,7 @@ def fitting(original: Callable, name: str) -> Callable:
             numbers, _formats.limits(dtype)
         ):
             return original(*args, **kwargs)
-        args, kwargs = tensors.map_leaves((args, kwargs), tensors.widen)
-        if wanted is not None:
-            args, kwargs = op_places.with_float32(args, kwargs, position)
-        result = original(*args, **kwargs)
+        result = float32_ops.widened_call(original, args, kwargs, position)
         if name not in _PRODUCTS:
             result = _not_zero(result, str(dtype))
         return finite(result, str(dtype))
@@ -127,3 +105,13 @@ def _not_zero(value: Any, dtype: str) -> Any:
     lost = ops.logical_and(size > 0, size <= limits.smallest / 2)
     moved = ops.where(lost, ops.sign(value) * limits.tiny - value, 0.0)
     return value + ops.stop_gradient(moved)
+
+
+# These ops and operators take a number beside a tensor, or beside a dtype.
+_OPS = (
+    *("add", "subtract", "multiply", "divide", "divide_no_nan", "true_divide"),
+    *("maximum", "minimum", "clip", "where"),
+    *("array", "cast", "convert_to_tensor", "full", "full_like"),
+    *scalars.NAMES,
+)
+OPS = {name: functools.partial(fitting, name=name) for name in _OPS}

@@ -6,7 +6,6 @@ that fails as well, the first error is raised.
 """
 
 import contextlib
-import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -18,9 +17,9 @@ from tfmix._keras import (
     attempts,
     context_values,
     global_state,
+    layer_methods,
     layer_policies,
     layers,
-    model_methods,
     replacements,
     variables,
 )
@@ -28,7 +27,6 @@ from tfmix.autocast import exact_inputs
 from tfmix.gradient_scaling import tensors, weight_gradients
 from tfmix.policy import policy as policies
 
-_CALL = "call"
 # Marks an error that float32 did not fix, so that outer layers do not retry.
 _FINAL = "_tfmix_final"
 _FLOAT32 = policies.Policy("float32")
@@ -36,44 +34,13 @@ _FLOAT32 = policies.Policy("float32")
 
 def attach(layer: keras.Layer) -> None:
     """Makes a layer fall back to float32 where its code needs it."""
-    if layers.marks(layer).fallback is None:
+    if _of(layer) is None:
         layers.rematerialize_anew(layer)
-        reattach(layer, _Fallback(layer))
+        layer_methods.attach(layer, layer_methods.FALLBACK, _Fallback(layer))
 
 
-def reattach(layer: keras.Layer, state: Any) -> None:
-    """Restores what `detach` removed."""
-    if state is None:
-        return
-    layers.mark(layer, fallback=state)
-    if isinstance(layer, keras.Model):
-        model_methods.attach(layer, model_methods.FALLBACK, state)
-        return
-    state.own_call, original = vars(layer).get(_CALL), layer.call
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return state.run(original, *args, **kwargs)
-
-    state.call = call
-    vars(layer)[_CALL] = call
-
-
-def detach(layer: keras.Layer) -> Any:
-    """Removes a layer's fallback, and returns it."""
-    state: _Fallback | None = layers.marks(layer).fallback
-    is_model = isinstance(layer, keras.Model)
-    # Other code that has wrapped it since has to remove its own wrapper.
-    if state is None or not (is_model or vars(layer).get(_CALL) is state.call):
-        return None
-    layers.mark(layer, fallback=None)
-    if is_model:
-        model_methods.detach(layer, model_methods.FALLBACK)
-    elif state.own_call is not None:
-        vars(layer)[_CALL] = state.own_call
-    else:
-        vars(layer).pop(_CALL)
-    return state
+def _of(layer: keras.Layer) -> Any:
+    return layer_methods.part(layer, layer_methods.FALLBACK)
 
 
 @contextlib.contextmanager
@@ -82,21 +49,20 @@ def fresh(model: keras.Layer) -> Iterator[None]:
     with_code = [
         x for x in layers.flat_layers(model) if not layers.is_structure(x)
     ]
-    before = [(layer, detach(layer)) for layer in with_code]
+    before = [(layer, layer_methods.by_role(layer)) for layer in with_code]
     try:
-        for layer, _ in before:
-            if layers.marks(layer).fallback is None:
-                reattach(layer, _Fallback(layer, tells=False))
+        for layer in with_code:
+            state = _Fallback(layer, tells=False)
+            layer_methods.attach(layer, layer_methods.FALLBACK, state)
         yield
     finally:
-        for layer, state in before:
-            detach(layer)
-            reattach(layer, state)
+        for layer, parts in before:
+            layer_methods.restore(layer, parts)
 
 
 def reason(layer: keras.Layer) -> str:
     """Returns why a layer has fallen back to float32, "" if it has not."""
-    state: _Fallback | None = layers.marks(layer).fallback
+    state = _of(layer)
     return state.why if state is not None and state.is_float32() else ""
 
 
@@ -159,7 +125,7 @@ def assigning_exactly(original: Callable) -> Callable:
 
 
 class _Fallback:
-    """The dtype in which one layer's `call` computes; also a model's part."""
+    """The dtype in which one layer's `call` computes."""
 
     def __init__(self, layer: keras.Layer, tells: bool = True) -> None:
         self._layer = layer
@@ -173,10 +139,7 @@ class _Fallback:
         self._new = True
         # The modes, training or not, in which its call has succeeded.
         self._proven: set[bool] = set()
-        # The wrapper that replaces the layer's `call`, and the previous `call`.
-        self.call: Callable | None = None
-        self.own_call: Callable | None = None
-        self.wrappers: Mapping[str, model_methods.Wrapper] = {_CALL: self.run}
+        self.wrappers: Mapping[str, layer_methods.Wrapper] = {"call": self.run}
 
     def is_float32(self) -> bool:
         """Returns whether it has fallen back, and kept that dtype since."""
@@ -251,7 +214,7 @@ class _Fallback:
         if theirs and _may_change(layer):
             for inner in layers.own_layers(layer):
                 attach(inner)
-                layers.marks(inner).fallback.hands_float32 = True
+                _of(inner).hands_float32 = True
 
     def _fall_back(self, cause: str, undo: contextlib.ExitStack) -> None:
         """Makes the layer float32, with inner layers that return float32."""
@@ -315,9 +278,7 @@ def _return_float32(layer: keras.Layer, undo: contextlib.ExitStack) -> None:
                     _make_float32(part, undo)
             continue
         attach(inner)
-        replacements.swap(
-            undo, layers.marks(inner).fallback, "hands_float32", True
-        )
+        replacements.swap(undo, _of(inner), "hands_float32", True)
     for inner in layers.flat_layers(layer)[1:]:
         before = layer_policies.own(inner)
         undo.callback(layer_policies.set_policy, inner, before)

@@ -21,14 +21,28 @@ def in_float32(op: Callable) -> Callable:
         wanted = op_places.wanted_dtype(args, kwargs, dtype_at)
         if source is None or wanted not in (None, *_formats.SIXTEEN_BIT):
             return op(*args, **kwargs)
-        args, kwargs = tensors.map_leaves((args, kwargs), tensors.widen)
-        if wanted is not None:
-            args, kwargs = op_places.with_float32(args, kwargs, dtype_at)
-        result = op(*args, **kwargs)
+        result = widened_call(op, args, kwargs, dtype_at)
         narrow = functools.partial(tensors.narrow_once, dtype=wanted or source)
         return tensors.map_leaves(result, narrow)
 
     return rule
+
+
+def widened_call(
+    op: Callable, args: tuple, kwargs: dict, dtype_at: int | None = None
+) -> Any:
+    """Calls an op with float32 in place of each 16-bit tensor.
+
+    Args:
+        op: The op.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        dtype_at: The position of its argument `dtype`, if that may be 16-bit.
+    """
+    args, kwargs = tensors.map_leaves((args, kwargs), tensors.widen)
+    if dtype_at is not None:
+        args, kwargs = op_places.with_float32(args, kwargs, dtype_at)
+    return op(*args, **kwargs)
 
 
 def attention(op: Callable) -> Callable:
@@ -78,9 +92,8 @@ def attention_in_float32(method: Callable) -> Callable:
         if source == "bfloat16" and compilation.by_gpu_kernels():
             # Its logits have float32's range.
             return method(self, *args, **kwargs)
-        args, kwargs = tensors.map_leaves((args, kwargs), tensors.widen)
         with op_places.float32_softmax(self):
-            result = method(self, *args, **kwargs)
+            result = widened_call(functools.partial(method, self), args, kwargs)
         narrow = functools.partial(tensors.narrow, dtype=str(source))
         return tensors.map_leaves(result, narrow)
 

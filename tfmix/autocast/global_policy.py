@@ -19,13 +19,13 @@ from tfmix._keras import (
     context_values,
     global_state,
     replacements,
+    version,
 )
 from tfmix.autocast import interceptor, model, new_layers
 from tfmix.policy import policy as policies
 from tfmix.policy.devices import is_on_tpu
 
 _lock = threading.RLock()
-_local = threading.local()
 _hooks = replacements.Replacements()
 compile_method.use(model.compiling)
 # The policy of `set_global_policy`; `None` before its first call.
@@ -76,9 +76,8 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
     global _base
     accepted = asked(policy)
     with _lock:
-        scopes = _own_scopes()
-        if scopes:
-            scopes[-1].replace(accepted)
+        if (scope := _own_scope()) is not None:
+            scope.replace(accepted)
         else:
             _base = accepted
             if accepted.name == "float32":
@@ -138,7 +137,7 @@ class policy_scope(contextlib.ContextDecorator):
     def __enter__(self) -> keras.DTypePolicy:
         global _open
         with _lock:
-            scope = _Scope(self._policy, _own_scopes())
+            scope = _Scope(self._policy)
             self._entered.append(scope)
             _open = (*_open, scope)
             try:
@@ -183,49 +182,35 @@ def accept(policy: Any) -> keras.DTypePolicy:
 
 
 class _Scope:
-    """One open scope; it knows its thread's stack."""
+    """One open scope, and the thread that opened it."""
 
-    def __init__(
-        self, policy: keras.DTypePolicy, scopes: list["_Scope"]
-    ) -> None:
-        self.policy, self._scopes = policy, scopes
-        self._rules = contextlib.ExitStack()
-        self._rules.enter_context(interceptor.block(_rules(policy)))
-        scopes.append(self)
+    def __init__(self, policy: keras.DTypePolicy) -> None:
+        self.thread, self._rules = threading.get_ident(), contextlib.ExitStack()
+        self.replace(policy)
 
     def replace(self, policy: keras.DTypePolicy) -> None:
         self.policy = policy
         self._rules.close()
-        self._rules.enter_context(interceptor.block(_rules(policy)))
+        rules = interceptor.rules_of(policy)
+        self._rules.enter_context(interceptor.block(rules))
 
     def close(self) -> None:
-        self._scopes.remove(self)
         self._rules.close()
 
 
-def _own_scopes() -> list[_Scope]:
-    if not hasattr(_local, "scopes"):
-        _local.scopes = []
-    scopes: list[_Scope] = _local.scopes
-    return scopes
+def _own_scope() -> _Scope | None:
+    """Returns the scope that this thread opened last, if one is still open."""
+    own = [x for x in _open if x.thread == threading.get_ident()]
+    return own[-1] if own else None
 
 
 def _lookup() -> keras.DTypePolicy | None:
     of_block = context_values.block.get().policy
     if of_block is not None:
         return of_block
-    scopes = _own_scopes()
-    if scopes:
-        return scopes[-1].policy
-    latest = _open
-    return latest[-1].policy if latest else _base
-
-
-def _rules(policy: keras.DTypePolicy | None) -> frozenset[str]:
-    if policy is None or not policies.is_sixteen_bit(policy):
-        return frozenset()
-    ruled = policies.with_rules(policy)
-    return frozenset({*ruled.float32_ops, interceptor.SIXTEEN_BIT})
+    latest = _open[-1:]
+    scope = _own_scope() or (latest[0] if latest else None)
+    return _base if scope is None else scope.policy
 
 
 def _refresh() -> None:
@@ -237,7 +222,8 @@ def _refresh() -> None:
     if all(policy.name == "float32" for policy in standing):
         # A float32 scope only needs the hooks if Keras has another policy.
         hooked = bool(_open) and global_state.policy_name() != "float32"
-    interceptor.install(_rules(_open[-1].policy if _open else _base))
+    policy = _open[-1].policy if _open else _base
+    interceptor.install(interceptor.rules_of(policy))
     if hooked:
         _hook()
     else:
@@ -280,11 +266,7 @@ def _hook() -> None:
     }
     for owner, name in (*wanted, compile_method.PLACE):
         if name not in vars(owner):
-            raise RuntimeError(
-                f"tfmix does not fit Keras {keras.__version__}: {owner!r} has "
-                f"no {name!r}. Install a Keras it was tested on (3.12 to "
-                "3.15), or a newer tfmix."
-            )
+            raise version.misfit(f"{owner!r} has no {name!r}")
     _hooks.set(wanted)
     compile_method.watch()
 

@@ -10,8 +10,10 @@ import functools
 import inspect
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import keras
 
 from tfmix._keras import (
     context_values,
@@ -31,6 +33,7 @@ from tfmix.autocast import (
     small_numbers,
 )
 from tfmix.gradient_scaling import weight_gradients
+from tfmix.policy import policy as policies
 
 # Every 16-bit policy has this rule, in addition to its ops.
 SIXTEEN_BIT = "(16 bit)"
@@ -49,20 +52,13 @@ class Row(NamedTuple):
 
 def rows_of_op(name: str) -> list[Row]:
     """Lists the rows that an op may run through, innermost first."""
-    rows = []
-    if name in weight_gradients.OPS:
-        rows.append(Row(SIXTEEN_BIT, weight_gradients.OPS[name]))
+    rows = _rows_in_16_bit(name, [weight_gradients.OPS])
     if name != op_places.ATTENTION:
         rows.append(Row(name, float32_ops.in_float32))
     elif not op_places.has_float32_logits():
         rows.append(Row(name, float32_ops.attention))
-    if name in finite_constants.OPS:
-        fit = functools.partial(finite_constants.fitting, name=name)
-        rows.append(Row(SIXTEEN_BIT, fit))
-    if name in small_numbers.OPS:
-        rows.append(_following(name))
-    if name in losses_from_logits.ACTIVATIONS:
-        rows.append(Row(SIXTEEN_BIT, losses_from_logits.noting))
+    rows += _rows_in_16_bit(name, _NUMBERS)
+    rows += _rows_in_16_bit(name, [losses_from_logits.ACTIVATIONS])
     if name in losses_from_logits.LOSSES:
         # It also holds where a loop computes the loss, outside the model's
         # rules.
@@ -70,21 +66,15 @@ def rows_of_op(name: str) -> list[Row]:
     return rows
 
 
-def _following(name: str) -> Row:
-    follow = functools.partial(small_numbers.followed, name=name)
-    return Row(SIXTEEN_BIT, follow)
+def _rows_in_16_bit(
+    name: str, tables: Iterable[Mapping[str, Maker]]
+) -> list[Row]:
+    return [Row(SIXTEEN_BIT, made[name]) for made in tables if name in made]
 
 
-def _rows_of_scalar(name: str) -> list[Row]:
-    """Lists the rows of an operator of tensors, or a function beside it."""
-    fit = functools.partial(finite_constants.fitting, name=name)
-    rows = [Row(SIXTEEN_BIT, fit)]
-    if name in small_numbers.OPS:
-        rows.append(_following(name))
-    return rows
-
-
-# Ops under `SIXTEEN_BIT`, and those that need no rule of their own.
+# These hold for ops, and for operators of tensors and functions beside them.
+_NUMBERS = finite_constants.OPS, small_numbers.OPS
+# Ops that every 16-bit policy replaces, whatever its own rules are.
 _OPS_IN_16_BIT = {
     *weight_gradients.OPS,
     *finite_constants.OPS,
@@ -97,7 +87,10 @@ _OPS_IN_16_BIT = {
 # These are methods rather than ops.
 _METHODS: dict[replacements.Place, list[Row]] = {
     **dict.fromkeys(penalties.PLACES, [Row(SIXTEEN_BIT, float32_ops.widened)]),
-    **{place: _rows_of_scalar(place[1]) for place in scalars.PLACES},
+    **{
+        (owner, name): _rows_in_16_bit(name, _NUMBERS)
+        for owner, name in scalars.PLACES
+    },
     **dict.fromkeys(
         bare_optimizers.PLACES, [Row(SIXTEEN_BIT, bare_optimizers.applying)]
     ),
@@ -119,6 +112,13 @@ _running: Counter[frozenset[str]] = Counter()
 # These stay replaced until the next `install`, even without a block.
 _kept: frozenset[str] = frozenset()
 _replaced: frozenset[str] = frozenset()
+
+
+def rules_of(policy: keras.DTypePolicy | None) -> frozenset[str]:
+    """Returns the rules of a policy; there are none without 16 bit."""
+    if policy is None or not policies.is_sixteen_bit(policy):
+        return frozenset()
+    return frozenset({*policies.with_rules(policy).float32_ops, SIXTEEN_BIT})
 
 
 def install(rules: Iterable[str]) -> None:

@@ -15,8 +15,6 @@ import keras
 from tfmix._keras import global_state
 
 _ON_JAX = keras.backend.backend() == "jax"
-# These ops note their input on their output.
-ACTIVATIONS = ("softmax", "sigmoid")
 # Losses of `keras.ops` with `from_logits`, and the activation that they invert.
 # On TensorFlow, Keras's own losses also look for a note.
 LOSSES: dict[str, str] = {}
@@ -29,7 +27,7 @@ if _ON_JAX:
 
 
 def noting(activation: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns an op of `ACTIVATIONS` that notes its input on its output."""
+    """Returns an op that notes its input on its output."""
 
     @functools.wraps(activation)
     def compute(x: Any, **axis: Any) -> Any:
@@ -42,6 +40,10 @@ def noting(activation: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return compute
+
+
+# Makers of the ops that note their input.
+ACTIVATIONS = dict.fromkeys(("softmax", "sigmoid"), noting)
 
 
 def recovering(loss: Callable[..., Any]) -> Callable[..., Any]:

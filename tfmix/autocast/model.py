@@ -18,8 +18,8 @@ from tfmix._keras import (
     compile_method,
     context_values,
     global_state,
+    layer_methods,
     layers,
-    model_methods,
     optimizers,
     training,
 )
@@ -33,7 +33,7 @@ from tfmix.autocast import (
     model_outputs,
 )
 from tfmix.float8 import chosen_layers
-from tfmix.gradient_scaling import model_call, power, tensors
+from tfmix.gradient_scaling import heads, model_call, tensors
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.loss_scaling import train_step_guard
 from tfmix.optimizers import sixteen_bit_optimizer
@@ -68,11 +68,11 @@ def set_policy(model: keras.Model, policy: keras.DTypePolicy) -> None:
         layers.rematerialize_anew(model)
         exact_inputs.begin_exact(model)
         record = _MixedModel(model, policy)
-        model_methods.attach(model, model_methods.RULES, record)
+        layer_methods.attach(model, layer_methods.RULES, record)
         record.wrap_what_swaps()
         model_call.note_scaling(model, True)
     else:
-        model_methods.detach(model, model_methods.RULES)
+        layer_methods.detach(model, layer_methods.RULES)
         model_call.note_scaling(model, False)
 
 
@@ -98,7 +98,7 @@ def policy_of(model: keras.Model) -> keras.DTypePolicy | None:
 
 
 def _record(model: keras.Model) -> "_MixedModel | None":
-    part = model_methods.part(model, model_methods.RULES)
+    part = layer_methods.part(model, layer_methods.RULES)
     return part if isinstance(part, _MixedModel) else None
 
 
@@ -116,15 +116,15 @@ class _MixedModel:
         self.level = ruled.level
         # The float8 layers are chosen later.
         self._float8 = ruled if ruled.is_float8 else None
-        self._rules = frozenset({*ruled.float32_ops, interceptor.SIXTEEN_BIT})
-        self._outputs = model_outputs.Outputs(model, self._own_call)
+        self._rules = interceptor.rules_of(policy)
+        self._outputs = model_outputs.Outputs(model, self._under_rules)
         self.is_compiling = False
         self.wrappers = self._wrappers()
 
-    def _wrappers(self) -> dict[str, model_methods.Wrapper]:
+    def _wrappers(self) -> dict[str, layer_methods.Wrapper]:
         """Returns the wrappers of the model's methods, by their names."""
         model = self._model
-        wrappers: dict[str, model_methods.Wrapper] = {
+        wrappers: dict[str, layer_methods.Wrapper] = {
             "call": self._call,
             "compile": self._compile,
             "fit": self._fit,
@@ -161,14 +161,10 @@ class _MixedModel:
             self._choose_float8(self._float8)
         if layers.is_structure(self._model):
             args, kwargs = tensors.map_leaves((args, kwargs), tensors.uncast)
-        if self._outputs.has_parts:
-            self._wrap(**{layers.RUN_GRAPH: self._outputs.graph.run})
+        if self._outputs.parts:
+            run = functools.partial(heads.run_graph, self._model)
+            self._wrap(**{layers.RUN_GRAPH: run})
         return self._outputs.of(*args, **kwargs)
-
-    def _own_call(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the model's own `call` under the rules."""
-        own = model_methods.wrapped(self._model, "call", model_methods.RULES)
-        return self._under_rules(own, *args, **kwargs)
 
     def _compile(self, original: Callable, *args: Any, **kwargs: Any) -> None:
         # The record replaces what the file says.
@@ -185,11 +181,11 @@ class _MixedModel:
         if self._averages():
             self._wrap(evaluate=self._swapped, predict=self._swapped)
 
-    def _wrap(self, **more: model_methods.Wrapper) -> None:
+    def _wrap(self, **more: layer_methods.Wrapper) -> None:
         """Wraps further methods of the model."""
         if not more.keys() <= self.wrappers.keys():
             self.wrappers |= more
-            model_methods.attach(self._model, model_methods.RULES, self)
+            layer_methods.attach(self._model, layer_methods.RULES, self)
 
     def _fit(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         fit = original
@@ -223,10 +219,8 @@ class _MixedModel:
             return original(*args, **kwargs)
 
     def _train_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        with (
-            power.placement(self._placing(args)),
-            context_values.holding(in_fit=True),
-        ):
+        placing = self._placing(args)
+        with context_values.holding(placing=placing, in_fit=True):
             return self._under_rules(original, *args, **kwargs)
 
     def _placing(self, args: tuple) -> Any:
@@ -331,7 +325,8 @@ def _adopt(model: keras.Model) -> None:
         return
     for layer in layers.flat_layers(model):
         is_model = isinstance(layer, keras.Model)
-        if layers.marks(layer).fallback or (is_model and policy_of(layer)):
+        has_fallback = layer_methods.part(layer, layer_methods.FALLBACK)
+        if has_fallback or (is_model and policy_of(layer)):
             continue
         exact_inputs.keep_exact(layer)
         if not layers.is_structure(layer):

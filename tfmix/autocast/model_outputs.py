@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from tfmix import _messages
-from tfmix._keras import global_state, layers, model_methods
+from tfmix._keras import global_state, layer_methods, layers
 from tfmix.gradient_scaling import heads, model_call, tensors
 from tfmix.loss_scaling import train_step_guard
 from tfmix.policy import layer_dtypes
@@ -32,29 +32,32 @@ def is_outermost(model: keras.Model) -> bool:
     entry = global_state.entry_layer()
     if entry is None or entry is model:
         return True
-    return layers.is_structure(entry) and not model_methods.by_role(entry)
+    return layers.is_structure(entry) and not layer_methods.by_role(entry)
 
 
 class Outputs:
-    """The results of one model's calls."""
+    """The results of one model's calls.
 
-    def __init__(self, model: keras.Model, call: Callable[..., Any]) -> None:
-        self._model, self._call = model, call
-        self.graph = heads.Graph(model)
+    Args:
+        model: The model.
+        under_rules: Calls a function with arguments under the model's rules.
+    """
+
+    def __init__(self, model: keras.Model, under_rules: Callable) -> None:
+        self._model, self._under_rules = model, under_rules
         self._told = False
 
     @functools.cached_property
-    def has_parts(self) -> bool:
-        """Returns whether the model is a graph whose parts scale separately."""
-        several = len(layers.results(self._model)) > 1
-        return several and self.graph.has_parts
+    def parts(self) -> list[heads.Part]:
+        """The parts of a graph that scale separately."""
+        return heads.parts(self._model)
 
     def of(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model. Its outermost call returns float32."""
         if not is_outermost(self._model):
             with outputs_as_made():
-                return self._call(*args, **kwargs)
-        if self.has_parts:
+                return self._under_rules(self._own_call(), *args, **kwargs)
+        if self.parts:
             # Each part scales its own gradients.
             return self._kept_finite(*args, **kwargs)
         compute = self._kept_finite
@@ -74,13 +77,23 @@ class Outputs:
     def _in_float32(self, *args: Any, **kwargs: Any) -> Any:
         inside: Any = model_call.AS_MADE
         wide: Callable[[Any], Any] = tensors.wide
-        if self.has_parts:
-            inside = heads.Results(self._model, self._is_float16())
+        if self.parts:
+            is_float16 = self._is_float16()
+            inside = heads.Results(self._model, self.parts, is_float16)
             wide = inside.wide
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            outputs = self._own_call()(*args, **kwargs)
+            self._tell_of_16_bit(outputs)
+            # The rules know float32 values that 16 bit has rounded.
+            return tensors.map_leaves(outputs, wide)
+
         with model_call.inside(inside):
-            outputs = self._call(*args, **kwargs)
-        self._tell_of_16_bit(outputs)
-        return tensors.map_leaves(outputs, wide)
+            return self._under_rules(call, *args, **kwargs)
+
+    def _own_call(self) -> Callable:
+        rules = layer_methods.RULES
+        return layer_methods.wrapped(self._model, "call", rules)
 
     def _tell_of_16_bit(self, outputs: Any) -> None:
         if self._told or not getattr(self._model, "compiled", False):

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from tfmix._keras import gradients, layers
+from tfmix._keras import global_state, gradients
 
 PLACES = gradients.CUSTOM
 
@@ -39,10 +39,10 @@ def alike(original: Callable) -> Callable:
 
 def _as_now(gradient: Callable) -> Callable:
     """Returns a function that runs with the settings of the current call."""
-    state, context = layers.call_state(), contextvars.copy_context()
+    state, context = global_state.call_state(), contextvars.copy_context()
 
     def as_called(*args: Any, **kwargs: Any) -> Any:
-        with layers.as_called(state):
+        with global_state.as_called(state):
             return gradient(*args, **kwargs)
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tfmix._keras import global_state, op_places
-from tfmix.autocast import finite_constants
+from tfmix.autocast import finite_constants, float32_ops
 from tfmix.gradient_scaling import float32_values, tensors, weight_gradients
 from tfmix.gradient_scaling.float32_values import Known, Value
 
@@ -46,7 +46,7 @@ _ALIKE = (
     *("reshape", "transpose", "expand_dims", "squeeze", "broadcast_to"),
     *("concatenate", "stack", "stop_gradient", "__neg__", "__abs__"),
 )
-OPS = (
+_OPS = (
     *(*_ROOTS, *_NORMS, *_QUOTIENTS, *_POWERS, *_SUMS, *_CURVED),
     *(*_SATURATING, *_TIMES, *_LINEAR, *_ALIKE, "moments"),
 )
@@ -85,8 +85,8 @@ def followed(op: Callable, name: str) -> Callable:
         if name == "moments":
             return _moments(op, args, kwargs, dtype)
         if name in _SUMS:
-            args, kwargs = tensors.map_leaves((args, kwargs), tensors.widen)
-            return _summed(op(*args, **kwargs), dtype)
+            value = float32_ops.widened_call(op, args, kwargs)
+            return _summed(value, dtype)
         in_float32 = functools.partial(_computed, op, args, kwargs)
         if any(note.is_wide for note in notes) or _asks(name, args):
             value = in_float32({})
@@ -168,14 +168,13 @@ def _computed(op: Callable, args: tuple, kwargs: dict, known: Known) -> Any:
 
 def _summed(value: Any, dtype: str) -> Any:
     """Rounds a sum that was computed in float32, and adds a note."""
-    result = tensors.narrow_once(value, dtype)
+    result = tensors.narrow(value, dtype)
     float32_values.keep(result, value)
     return result
 
 
 def _moments(op: Callable, args: tuple, kwargs: dict, dtype: str) -> tuple:
-    args, kwargs = tensors.map_leaves((args, kwargs), tensors.widen)
-    values = op(*args, **kwargs)
+    values = float32_ops.widened_call(op, args, kwargs)
     # The variance of large numbers is beyond float16, and Keras limits it.
     results = tuple(finite_constants.finite(x, dtype) for x in values)
     for result, value in zip(results, values, strict=True):
@@ -216,3 +215,6 @@ def _is_alike(value: Any, other: Any) -> bool:
     """Returns whether two tensors have the same shape."""
     shape = getattr(value, "shape", None)
     return shape is not None and bool(other.shape == shape)
+
+
+OPS = {name: functools.partial(followed, name=name) for name in _OPS}

@@ -10,8 +10,8 @@ import keras
 from tfmix import _arguments, _messages, _progress, _tables
 from tfmix._keras import (
     compile_method,
+    layer_methods,
     layer_policies,
-    model_methods,
     optimizers,
     slots_by_variable,
     variables,
@@ -262,9 +262,9 @@ def _change(
         way_back.callback(_save_settings(optimizer or before))
         check = layer_changes.record(steps, way_back)
         for part in (model, *mixed_model.models_inside(model)):
-            methods = model_methods.by_role(part)
-            way_back.callback(model_methods.restore, part, methods)
-            scaled = model_methods.RULES in methods
+            methods = layer_methods.by_role(part)
+            way_back.callback(layer_methods.restore, part, methods)
+            scaled = layer_methods.RULES in methods
             way_back.callback(model_call.note_scaling, part, scaled)
         layer_changes.set_dtypes(steps, way_back)
         for rebind in rebind_state:
@@ -278,7 +278,7 @@ def _change(
             train_step_guard.attach(model)
         elif installed is not before:
             # Only tfmix's wrapper could skip a step, and it is gone.
-            model_methods.detach(model, model_methods.GUARD)
+            layer_methods.detach(model, layer_methods.GUARD)
         layer_changes.forget_compiled(model)
         failed.pop_all()
         undone = way_back.pop_all()

@@ -10,7 +10,7 @@ import numpy as np
 from keras import ops
 
 from tfmix import _formats
-from tfmix._keras import layer_policies, layers, variables
+from tfmix._keras import layer_methods, layer_policies, layers, variables
 from tfmix.autocast import exact_inputs, float32_fallback
 from tfmix.conversion import planned_policies
 
@@ -87,27 +87,18 @@ def _set_policy(
     among_16_bit: bool,
     way_back: contextlib.ExitStack,
 ) -> None:
-    before = layer.dtype_policy
-    # A model's `call` stays: `autocast.model` replaces and restores it.
-    names = [layer_policies.FIRST_CALLED]
-    if not isinstance(layer, keras.Model):
-        names += ["call", "compute_mask"]
-    fallback = float32_fallback.detach(layer)
-    own = {name: vars(layer)[name] for name in names if name in vars(layer)}
-    exact_call = layers.marks(layer).exact_call
+    before, methods = layer.dtype_policy, layer_methods.by_role(layer)
+    # The layer must not apply its former policy's rules at its first call.
+    first_called = vars(layer).pop(layer_policies.FIRST_CALLED, None)
 
     def restore() -> None:
-        float32_fallback.detach(layer)
-        exact_inputs.forget_exact(layer)
         layer_policies.set_policy(layer, before)
-        for name, value in own.items():
-            layer_policies.put(layer, name, value)
-        layers.mark(layer, exact_call=exact_call)
-        float32_fallback.reattach(layer, fallback)
+        layer_methods.restore(layer, methods)
+        if first_called is not None:
+            layer_policies.put(layer, layer_policies.FIRST_CALLED, first_called)
 
     way_back.callback(restore)
-    # The layer must not apply its former policy's rules at its first call.
-    vars(layer).pop(layer_policies.FIRST_CALLED, None)
+    layer_methods.detach(layer, layer_methods.FALLBACK)
     exact_inputs.forget_exact(layer)
     layer_policies.set_policy(layer, policy)
     if among_16_bit and not layers.is_input(layer):

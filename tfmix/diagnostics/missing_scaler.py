@@ -3,7 +3,7 @@
 import keras
 
 from tfmix import _formats
-from tfmix._keras import model_methods
+from tfmix._keras import layer_methods
 from tfmix.policy import layer_dtypes
 
 
@@ -20,7 +20,7 @@ def warning(model: keras.Model) -> str:
         optimizer is None
         or isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         or getattr(optimizer, "loss_scale_factor", None)
-        or model_methods.part(model, model_methods.RULES) is not None
+        or layer_methods.part(model, layer_methods.RULES) is not None
         or not layer_dtypes.computes_in(model, "float16")
     ):
         return ""

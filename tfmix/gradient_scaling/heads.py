@@ -7,7 +7,6 @@ that others are computed from, such as the mean beside a sample, so that
 gradients with respect to it exist.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,15 +19,12 @@ from tfmix.gradient_scaling import model_call, tensors
 class Results:
     """The results of the parts of one call: in float32, and unchanged."""
 
-    def __init__(self, model: keras.Model, is_float16: bool) -> None:
-        self.model, self.is_float16 = model, is_float16
+    def __init__(
+        self, model: keras.Model, parts: list["Part"], is_float16: bool
+    ) -> None:
+        self.model = model
+        self._parts, self._is_float16 = parts, is_float16
         self._pairs: list[tuple[Any, Any]] = []
-
-    def as_made(self, outside: Any, dtype: str) -> Any:
-        """Returns a result of a part in its original dtype."""
-        inside = _narrow(outside, dtype)
-        self._pairs.append((inside, outside))
-        return inside
 
     def wide(self, result: Any) -> Any:
         """Returns a result in float32, with what Keras attached to it."""
@@ -37,37 +33,9 @@ class Results:
                 return outside
         return tensors.wide(result)
 
-
-class Graph:
-    """The graph of a Functional model."""
-
-    def __init__(self, model: keras.Model) -> None:
-        self._model = model
-
-    @functools.cached_property
-    def _parts(self) -> list["_Part"]:
-        if not layers.is_graph(self._model):
-            return []
-        return [_Part(*part) for part in layers.graph_parts(self._model)]
-
-    @property
-    def has_parts(self) -> bool:
-        """Returns whether there are several parts, which scale separately."""
-        return len(self._parts) > 1
-
-    def run(
-        self,
-        original: Callable,
-        inputs: Any,
-        operation_fn: Callable = lambda operation: operation,
-        **kwargs: Any,
-    ) -> Any:
-        """Runs the graph; `original` is Keras's method for that."""
-        model, results = self._model, model_call.around()
-        # A model inside another one returns no results of its own.
-        if not isinstance(results, Results) or results.model is not model:
-            return original(inputs, operation_fn=operation_fn, **kwargs)
-        given = keras.tree.flatten(inputs)
+    def run(self, inputs: Any, operation_fn: Callable) -> Any:
+        """Runs the parts, and returns the results in their own dtypes."""
+        model, given = self.model, keras.tree.flatten(inputs)
         # Maps the `id` of a symbol to its value and original dtype. Other parts
         # get the value in float32.
         known = {
@@ -78,15 +46,44 @@ class Graph:
             taken = [known[key] for key in part.takes]
             arguments = operation_fn, taken
             made = model_call.call_inside(
-                model, part.run, arguments, {}, results.is_float16
+                model, part.run, arguments, {}, self._is_float16
             )
             known.update(zip(part.gives, made, strict=True))
         symbols = layers.results(model)
-        made = [results.as_made(*known[id(symbol)]) for symbol in symbols]
+        made = [self._as_made(*known[id(symbol)]) for symbol in symbols]
         return layers.packed_results(model, made)
 
+    def _as_made(self, outside: Any, dtype: str) -> Any:
+        """Returns a result of a part in its original dtype."""
+        inside = _narrow(outside, dtype)
+        self._pairs.append((inside, outside))
+        return inside
 
-class _Part:
+
+def run_graph(
+    model: keras.Model,
+    original: Callable,
+    inputs: Any,
+    operation_fn: Callable = lambda operation: operation,
+    **kwargs: Any,
+) -> Any:
+    """Runs the graph of a Functional model; `original` is Keras's method."""
+    results = model_call.around()
+    # A model inside another one returns no results of its own.
+    if not isinstance(results, Results) or results.model is not model:
+        return original(inputs, operation_fn=operation_fn, **kwargs)
+    return results.run(inputs, operation_fn)
+
+
+def parts(model: keras.Model) -> list["Part"]:
+    """Lists the parts of a graph that scale separately, if there are some."""
+    if len(layers.results(model)) < 2 or not layers.is_graph(model):
+        return []
+    made = [Part(*part) for part in layers.graph_parts(model)]
+    return made if len(made) > 1 else []
+
+
+class Part:
     """The operations of a graph that reach the same results.
 
     Tensors are found by the `id`s of their symbols.

@@ -9,7 +9,7 @@ from jax import lax
 from jax import numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from tfmix._keras import compilation, linear_maps
+from tfmix._keras import compilation, context_values, linear_maps
 from tfmix.gradient_scaling import jax_products, power
 
 # A function of arrays that returns float results, losses, and the rest.
@@ -43,7 +43,7 @@ def call(function: Function, values: Sequence) -> Results:
     )
     results, losses = _known(
         results,
-        (pull, power.placing()),
+        (pull, context_values.block.get().placing),
         values,
         function,
         functools.partial(_gradients, function),

@@ -175,7 +175,7 @@ def _inputs(nest: Any) -> _Inputs:
         scope=scope,
         states=states,
         mapped=[key for key, x in states.items() if _is_argument(x)],
-        context=layers.call_state(),
+        context=global_state.call_state(),
     )
 
 
@@ -236,7 +236,10 @@ def _run(
     scope = None
     if start is not None or inputs.scope is not None or not _TENSORFLOW:
         scope = _new_scope(inputs.scope, before)
-    with scope or contextlib.nullcontext(), layers.as_called(inputs.context):
+    with (
+        scope or contextlib.nullcontext(),
+        global_state.as_called(inputs.context),
+    ):
         known = {id(loss) for _, loss in layers.added_losses(model)}
         attributes = _attributes(layers.flat_layers(model))
         outputs = call(*args, **kwargs)

@@ -1,6 +1,5 @@
 """The power of two that scales gradients inside a model."""
 
-import contextlib
 import functools
 import math
 from collections.abc import Sequence
@@ -8,7 +7,7 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
-from tfmix._keras import compilation, context_values
+from tfmix._keras import compilation
 
 # Float32 holds this power of two and its reciprocal as normal numbers.
 _HIGHEST = 100
@@ -34,22 +33,6 @@ class Power(NamedTuple):
     down: Any
 
 
-def placing() -> Any:
-    """Returns the factor that moves gradients in float16's range."""
-    return context_values.block.get().placing
-
-
-def placement(factor: Any) -> contextlib.AbstractContextManager[None]:
-    """Moves the gradients of a block within float16's range.
-
-    Args:
-        factor: Float or float32 scalar tensor, a power of two. Below 1 it
-            leaves more room for gradients that grow inside, above 1 for those
-            that shrink.
-    """
-    return context_values.holding(placing=factor)
-
-
 def of(gradients: Sequence, losses: Sequence, factor: Any) -> Power:
     """Returns the power of two that brings gradients to order one.
 
@@ -60,7 +43,9 @@ def of(gradients: Sequence, losses: Sequence, factor: Any) -> Power:
         gradients: Float tensors of any shapes, one per result.
         losses: The same for losses that were added inside. They only count in
             the sum, because they are often far larger than the others.
-        factor: As for `placement`.
+        factor: Float or float32 scalar tensor, a power of two. Below 1 it
+            leaves more room for gradients that grow inside, above 1 for those
+            that shrink.
 
     Returns:
         The power, which is `factor` if all are zero or one is not finite.

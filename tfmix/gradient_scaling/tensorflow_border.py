@@ -43,11 +43,15 @@ def call(
     """
     # Eager tensors become part of the graph, so that it has their gradients.
     inside = _told_apart(map(tf.convert_to_tensor, tensors))
-    run, variables = gradients.and_variables(_Run, function, inside)
-    results, losses, rest = run.results
+    # A graph holds its own gradients. Inside a second tape, TensorFlow would
+    # differentiate a loop twice, for which it keeps and adds up more.
+    is_taped = tf.executing_eagerly() and gradients.is_recorded()
+    tape = _tape() if is_taped else None
+    ((results, losses, rest), variables) = gradients.and_variables(
+        _recorded, tape, function, inside
+    )
     border = _Border(again or function, inside, variables, (results, losses))
-    made = border.results([] if run.tape is None else [run.tape])
-    return (*made, rest)
+    return (*border.results(tape), rest)
 
 
 def _told_apart(tensors: Iterable) -> list:
@@ -59,28 +63,21 @@ def _told_apart(tensors: Iterable) -> list:
     return list(apart.values())
 
 
-class _Run:
-    """One run of a function: its results, and the tape that recorded it."""
+def _tape() -> tf.GradientTape:
+    # In eager mode an outer tape may use it more than once. In a graph a
+    # persistent tape keeps the graph alive forever.
+    return tf.GradientTape(persistent=tf.executing_eagerly())
 
-    def __init__(
-        self,
-        function: Function,
-        tensors: Sequence,
-        *,
-        taped: bool | None = None,
-    ) -> None:
-        # A graph holds its own gradients. Inside a second tape, TensorFlow
-        # would differentiate a loop twice, for which it keeps and adds up more.
-        eager = tf.executing_eagerly()
-        if taped is None:
-            taped = eager and gradients.is_recorded()
-        # In eager mode an outer tape may use it more than once. In a graph a
-        # persistent tape keeps the graph alive forever.
-        self.tape = tf.GradientTape(persistent=eager) if taped else None
-        with self.tape or contextlib.nullcontext():
-            if self.tape is not None:
-                self.tape.watch(tensors)
-            self.results = function(*tensors)
+
+def _recorded(
+    tape: tf.GradientTape | None, function: Function, tensors: Sequence
+) -> Results:
+    """Returns a function's results, recorded by a tape if there is one."""
+    if tape is None:
+        return function(*tensors)
+    with tape:
+        tape.watch(tensors)
+        return function(*tensors)
 
 
 class _Border:
@@ -97,14 +94,14 @@ class _Border:
         self._tensors, self._variables = list(tensors), list(variables)
         self._results = results
         self._handles = gradients.handles(variables)
-        self._factor = power.placing()
+        self._factor = context_values.block.get().placing
         self._trace = compilation.trace()
 
-    def results(self, tapes: list) -> tuple[list, list]:
+    def results(self, tape: tf.GradientTape | None) -> tuple[list, list]:
         """Returns results whose gradients are scaled inside.
 
         Args:
-            tapes: The tape that recorded the run, if there is one.
+            tape: The tape that recorded the run, if there is one.
         """
         of_results, of_losses = self._results
         # A loop would compute a gradient that nobody gets in every step.
@@ -113,22 +110,25 @@ class _Border:
             [*of_results, *of_losses],
             self._tensors,
             self._variables,
-            by_tape=functools.partial(self._gradient, tapes, is_asked),
+            by_tape=functools.partial(self._gradient, tape, is_asked),
             # A graph that held a tape would never be freed.
             by_graph=functools.partial(
-                self._gradient, [], [True] * len(is_asked)
+                self._gradient, None, [True] * len(is_asked)
             ),
         )
         return made[: len(of_results)], made[len(of_results) :]
 
     def _gradient(
-        self, tapes: list, is_asked: Sequence, *upstream: Any
+        self,
+        tape: tf.GradientTape | None,
+        is_asked: Sequence,
+        *upstream: Any,
     ) -> list:
         count = len(self._results[0])
         with _as_written():
             by = power.of(upstream[:count], upstream[count:], self._factor)
             scaled = [_times(by.up, gradient) for gradient in upstream]
-        inside = self._inside(tapes, is_asked, scaled)
+        inside = self._inside(tape, is_asked, scaled)
         kept = [n for n, g in enumerate(inside) if g is not None]
         values = [_values(inside[n]) for n in kept]
         # In another graph, such as that of a nested `tf.function`'s gradient,
@@ -141,7 +141,7 @@ class _Border:
                 self._variables,
                 (values, []),
             )
-            values, _ = border.results([])
+            values, _ = border.results(None)
         # Gradients of the arguments come first. They need not show why they are
         # not finite, because no optimizer gets them.
         of_variables = [
@@ -158,18 +158,21 @@ class _Border:
         return inside
 
     def _inside(
-        self, tapes: list, is_asked: Sequence, scaled: Sequence
+        self,
+        tape: tf.GradientTape | None,
+        is_asked: Sequence,
+        scaled: Sequence,
     ) -> list:
         """Returns the gradients of the tensors, then of the variables.
 
         Args:
-            tapes: The tape that recorded the run, if there is one.
+            tape: The tape that recorded the run, if there is one.
             is_asked: Whether to compute the gradient of each tensor.
             scaled: The gradients of the results.
         """
         results: Sequence[Any] = self._results
+        asked = list(itertools.compress(self._tensors, is_asked))
         if self._trace != compilation.EAGER:
-            asked = list(itertools.compress(self._tensors, is_asked))
             found = gradients.of_graph(
                 [*results[0], *results[1]],
                 [*asked, *self._handles],
@@ -177,12 +180,10 @@ class _Border:
                 self._tensors,
             )
         else:
-            tensors = self._tensors
-            if not tapes:
-                run = _Run(self._again, tensors, taped=True)
-                tapes, results = [run.tape], run.results
-            asked = list(itertools.compress(tensors, is_asked))
-            found = self._asked(tapes[0], results, asked, scaled)
+            if tape is None:
+                tape = _tape()
+                results = _recorded(tape, self._again, self._tensors)
+            found = self._asked(tape, results, asked, scaled)
         rest = iter(found)
         return [next(rest) if one else None for one in is_asked] + [*rest]
 
@@ -201,8 +202,9 @@ class _Border:
         """Computes the inner gradients again, as results of a border."""
         count = len(self._tensors)
         tensors, scaled = given[:count], given[count:]
-        run = _Run(self._again, tensors, taped=True)
-        inside = self._asked(run.tape, run.results, tensors, scaled)
+        tape = _tape()
+        results = _recorded(tape, self._again, tensors)
+        inside = self._asked(tape, results, tensors, scaled)
         return [_values(inside[n]) for n in kept], [], None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from tfmix import _formats
-from tfmix._keras import global_state, gradients, layers
+from tfmix._keras import compilation, global_state, gradients, layers
 
 # A 16-bit tensor carries this note: its value before a layer or a rule rounded
 # it, or how to compute that (`float32_values`).
@@ -69,7 +69,7 @@ def snapshot(value: Any) -> Any:
     """Returns a variable's current value, and anything else unchanged."""
     # TensorFlow's variable is a reference, which later assignments change.
     is_variable = isinstance(value, keras.Variable)
-    return layers.as_tensor(value.value) if is_variable else value
+    return compilation.read(value) if is_variable else value
 
 
 def widen(value: Any) -> Any:

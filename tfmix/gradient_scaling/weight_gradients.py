@@ -17,6 +17,7 @@ import keras
 
 from tfmix import _formats
 from tfmix._keras import (
+    compilation,
     context_values,
     global_state,
     gradients,
@@ -120,7 +121,7 @@ def _autocast(original: Callable) -> Callable:
         if not casts or global_state.on_shapes_only():
             return original(self, value)
         # The variable is read once, as the tensor that is then copied.
-        weight = layers.as_tensor(value)
+        weight = compilation.read(value)
         copy = original(self, weight)
         global_state.put_note(copy, SOURCE, weight)
         chosen = getattr(self, _CHOSEN, None)
@@ -164,7 +165,7 @@ def _adapted(original: Callable) -> Callable:
 
     def kernel(self: Any) -> Any:
         narrow = self.compute_dtype in _formats.SIXTEEN_BIT
-        if not narrow or not self.lora_enabled or layers.is_quantized(self):
+        if not narrow or not self.lora_enabled or self.quantization_mode:
             return original(self)
         copy = _copy(layers.adapted_kernel(self), self.compute_dtype)
         chosen = getattr(layers.kernel_of(self), _CHOSEN, None)

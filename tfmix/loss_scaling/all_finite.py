@@ -1,12 +1,9 @@
 """Checks whether tensors hold only finite numbers."""
 
-import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 from keras import ops, tree
 
 from tfmix._keras import compilation, context_values
@@ -16,8 +13,7 @@ if keras.backend.backend() == "tensorflow":
 else:
     from jax.experimental import sparse
 
-# The numbers of small and large tensors that one kernel reads together.
-_LARGE = 2**18
+# One kernel reads this many small, or large tensors together.
 _TOGETHER = 64, 8
 
 
@@ -72,32 +68,26 @@ def _not_finite(tensors: Sequence) -> Any:
     if not compilation.by_xla():
         all_fine = [tensor is None or is_finite(tensor) for tensor in tensors]
         return ops.logical_not(ops.stack(all_fine))
-    shapes: dict[tuple, list[int]] = defaultdict(list)
-    flags, order = [], []
-    for position, tensor in enumerate(tensors):
-        if _has_shape(tensor):
-            shapes[tuple(tensor.shape)].append(position)
-        else:
-            fine = tensor is None or is_finite(tensor)
-            flags.append(ops.reshape(ops.logical_not(fine), (1,)))
-            order.append(position)
-    for positions in shapes.values():
-        flags.append(_not_finite_of_a_shape(*[tensors[n] for n in positions]))
-        order += positions
-    joined = ops.concatenate(flags)
-    in_order = order == sorted(order)
-    return joined if in_order else ops.take(joined, np.argsort(order))
+    return compilation.by_shape(tensors, _not_finite_alike, _is_apart)
+
+
+def _not_finite_alike(tensors: list) -> Any:
+    """Returns flags of tensors of one shape, or of one that is apart."""
+    if not _is_apart(tensors[0]):
+        return _not_finite_of_a_shape(*tensors)
+    fine = tensors[0] is None or is_finite(tensors[0])
+    return ops.reshape(ops.logical_not(fine), (1,))
 
 
 def is_finite(tensor: Any) -> Any:
     """Returns a boolean scalar tensor: whether all numbers are finite."""
     if is_sparse(tensor):
         return _is_finite_sparse(tensor)
-    dtype = _dtype(tensor)
+    dtype = keras.backend.standardize_dtype(tensor.dtype)
     if dtype.startswith("complex"):
         parts = ops.real(tensor), ops.imag(tensor)
         return ops.logical_and(*map(is_finite, parts))
-    if not keras.backend.is_float_dtype(dtype):
+    if not is_float(tensor):
         return ops.convert_to_tensor(True)
     return ops.all(ops.isfinite(tensor))
 
@@ -131,21 +121,16 @@ def summed(tensor: Any) -> Any:
     return tf.math.unsorted_segment_sum(values, position, count)
 
 
-def _has_shape(tensor: Any) -> bool:
+def _is_apart(tensor: Any) -> bool:
+    """Returns whether no kernel can read a tensor together with others."""
     if tensor is None or is_sparse(tensor) or None in tensor.shape:
-        return False
-    return bool(keras.backend.is_float_dtype(_dtype(tensor)))
+        return True
+    return not is_float(tensor)
 
 
 def _counted_together(*tensors: Any) -> Any:
-    size = math.prod(tensors[0].shape)
-    step = _TOGETHER[size > _LARGE]
     bad = [ops.cast(compilation.not_finite(x), "int32") for x in tensors]
-    counts = [
-        compilation.sums(bad[start : start + step])
-        for start in range(0, len(bad), step)
-    ]
-    return ops.not_equal(ops.concatenate(counts), 0)
+    return ops.not_equal(compilation.sums(bad, _TOGETHER), 0)
 
 
 def _by_flags(*tensors: Any) -> Any:
@@ -175,5 +160,7 @@ def _is_finite_sparse(slices: Any) -> Any:
     return tf.cond(fits, lambda: tf.constant(True), by_rows)
 
 
-def _dtype(tensor: Any) -> str:
-    return keras.backend.standardize_dtype(tensor.dtype)
+def is_float(tensor: Any) -> bool:
+    """Returns whether a tensor or variable holds real floats."""
+    dtype = keras.backend.standardize_dtype(tensor.dtype)
+    return keras.backend.is_float_dtype(dtype)

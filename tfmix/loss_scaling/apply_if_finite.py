@@ -14,15 +14,14 @@ import keras
 import numpy as np
 from keras import ops
 
-from tfmix._keras import compilation, context_values
+from tfmix._keras import compilation, context_values, optimizers
+from tfmix._keras import variables as keras_variables
 from tfmix.loss_scaling import all_finite
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 else:
     import jax
-
-    from tfmix._keras import conditional_updates
 
 
 def apply_if_finite(
@@ -47,7 +46,7 @@ def apply_if_finite(
         if applied:
             update()
     elif keras.backend.backend() == "jax":
-        with conditional_updates.only_if(applied, variables):
+        with keras_variables.only_if(applied, variables):
             update()
     elif compilation.by_xla():
         before = [compilation.read(variable) for variable in variables]
@@ -106,20 +105,22 @@ def written(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     return [pair for pair in pairs if _may_be_written(*pair)]
 
 
-def by_variable(bad: Any, rows: Sequence[int], count: int) -> Any:
+def by_variable(bad: Any, optimizer: Any, variables: Sequence) -> Any:
     """Joins the flags of all gradients of each variable.
 
     Args:
         bad: Boolean vector, a flag for each gradient.
-        rows: The index of each gradient's variable.
-        count: The number of variables.
+        optimizer: The optimizer that gets the gradients.
+        variables: The variable of each gradient.
 
     Returns:
-        Boolean vector, a flag for each variable.
+        Boolean vector, a flag for each variable the optimizer was built with.
     """
-    if list(rows) == list(range(count)):
+    every = np.arange(len(optimizers.remembered(optimizer)))
+    rows = optimizers.positions(optimizer, variables)
+    if np.array_equal(rows, every):
         return bad
-    is_row = np.equal.outer(np.arange(count), rows)
+    is_row = np.equal.outer(every, rows)
     return ops.any(ops.logical_and(is_row, bad), axis=1)
 
 

@@ -137,6 +137,35 @@ class DelegatesToInner(optimizers.OverwritesThroughInner):
             )
         _write(self, "loss_scale_factor", value)
 
+    def variables_of(
+        self, grads: Sequence, trainable_variables: Sequence | None
+    ) -> list[keras.Variable]:
+        """Returns the gradients' variables; builds the optimizer on them.
+
+        Raises:
+            ValueError: If there are none yet, one is unknown, or their number
+                is not that of the gradients.
+        """
+        if not self.built:
+            if trainable_variables is None:
+                raise ValueError(
+                    "The optimizer is not built yet, so it does not know which "
+                    "variables the gradients belong to. Received: "
+                    "trainable_variables=None. Write "
+                    "optimizer.apply(grads, model.trainable_variables)."
+                )
+            self.build(list(trainable_variables))
+        known = optimizers.remembered(self)
+        if trainable_variables is not None:
+            # This finds the objects that `build` received.
+            known = optimizers.recognised(self, list(trainable_variables))
+        if len(grads) != len(known):
+            raise ValueError(
+                "There must be one gradient (or None) for each variable. "
+                f"Received: {len(grads)} gradients for {len(known)} variables."
+            )
+        return known
+
     def exclude_from_weight_decay(
         self,
         var_list: Sequence[keras.Variable] | None = None,

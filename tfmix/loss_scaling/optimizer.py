@@ -13,7 +13,7 @@ from keras import ops, tree
 from tfmix import _arguments
 from tfmix._keras import compilation, context_values, optimizers
 from tfmix._keras import variables as keras_variables
-from tfmix.gradient_scaling import model_call, power
+from tfmix.gradient_scaling import model_call, power, tensors
 from tfmix.loss_scaling import (
     apply_if_finite,
     inner_attributes,
@@ -150,8 +150,7 @@ class LossScaleOptimizer(
         self.reduce_dtype = reduce_dtype
         self._gradient_norm: keras.Variable | None = None
         # `None` until it is decided.
-        self._losses: unscale.Scaled | unscale.Unscaled | None
-        self._losses = None
+        self._losses: unscale.Losses | None = None
         # Whether `apply_gradients` gets unscaled gradients, as in tf.keras.
         self._gets_unscaled = False
         # It warns if a user's own loop stands still.
@@ -162,7 +161,7 @@ class LossScaleOptimizer(
     def loss_scale(self) -> Any:
         """The current scale: a float, or a tensor in a compiled function."""
         variables = self._scale_variables()
-        if not all(map(_has_value_here, variables)):
+        if not all(map(compilation.is_host_readable, variables)):
             return self.rule_scale()
         # NumPy cannot read a mirrored value inside a strategy's scope.
         state = self._state_type(*map(_host, variables))
@@ -427,7 +426,13 @@ class LossScaleOptimizer(
         grads = list(grads)
         if not grads:
             return
-        variables = self._variables_of(grads, trainable_variables)
+        variables = self.variables_of(grads, trainable_variables)
+        if all(gradient is None for gradient in grads):
+            raise ValueError(
+                "No gradients provided for any variable: all are None. Is the "
+                "loss computed from the model's variables, inside the "
+                "gradient tape?"
+            )
         step_outcome.note_update(variables)
         if not unscaled:
             losses = self._of_losses()
@@ -522,7 +527,7 @@ class LossScaleOptimizer(
         scale = self.current_scale()
 
         def scaled(value: Any) -> Any:
-            value = unscale.to_float32(ops.convert_to_tensor(value))
+            value = tensors.widen(ops.convert_to_tensor(value))
             return ops.multiply(value, ops.cast(scale, value.dtype))
 
         return tree.map_structure(scaled, loss)
@@ -602,7 +607,7 @@ class LossScaleOptimizer(
         """
         return ops.equal(self._consecutive_skips.value, 0)
 
-    def _of_losses(self) -> unscale.Scaled | unscale.Unscaled:
+    def _of_losses(self) -> unscale.Losses:
         """Returns whether the optimizer multiplies losses by its scale."""
         if self._losses is None:
             step = step_outcome.around()
@@ -612,46 +617,17 @@ class LossScaleOptimizer(
                 if not (is_its and variables):
                     # The variables are not known yet. This step multiplies the
                     # loss and divides the gradients, which is right for any.
-                    return unscale.Scaled()
+                    return unscale.Losses(are_scaled=True)
                 self.build(variables)
             # The decision is final, because later compiled code has to agree
             # with earlier code.
             inside = self.built and model_call.scales(self._model_variables)
-            self._losses = unscale.Unscaled() if inside else unscale.Scaled()
+            self._losses = unscale.Losses(are_scaled=not inside)
         return self._losses
 
     def decide_anew(self) -> None:
         """Decides again whether to scale, since the model's dtypes changed."""
         self._losses = None
-
-    def _variables_of(self, grads: list, trainable_variables: Any) -> list:
-        """Returns the gradients' variables; builds the optimizer on them."""
-        if trainable_variables is not None:
-            variables = list(trainable_variables)
-            if not self.built:
-                self.build(variables)
-            optimizers.recognised(self, variables)
-        elif self.built:
-            variables = self._model_variables
-        else:
-            raise ValueError(
-                "The optimizer is not built yet, so it does not know which "
-                "variables the gradients belong to. Write "
-                "optimizer.apply(grads, model.trainable_variables)."
-            )
-        if len(grads) != len(variables):
-            raise ValueError(
-                "There must be one gradient (or None) for each variable. "
-                f"Received: {len(grads)} gradients for {len(variables)} "
-                "variables."
-            )
-        if all(gradient is None for gradient in grads):
-            raise ValueError(
-                "No gradients provided for any variable: all are None. Is the "
-                "loss computed from the model's variables, inside the "
-                "gradient tape?"
-            )
-        return variables
 
     def _step(self, grads: list, variables: list, unscaled: bool) -> None:
         """Applies a step, or skips it.
@@ -663,8 +639,6 @@ class LossScaleOptimizer(
             unscaled: Whether they are not gradients of a scaled loss.
         """
         own, rule = self._model_variables, self.rule
-        rows = optimizers.positions(self, variables)
-        variables = [own[row] for row in rows]
         used = self.variables + own
         if keras.backend.backend() == "tensorflow":
             replicas.check_replica_context()
@@ -693,7 +667,7 @@ class LossScaleOptimizer(
                 applied, bad = apply_if_finite.apply_if_finite(
                     checked, update, updated
                 )
-                bad = apply_if_finite.by_variable(bad, rows, len(own))
+                bad = apply_if_finite.by_variable(bad, self, variables)
                 norm = None
                 if self._gradient_norm is not None:
                     norm = unscale.norm(true, variables)
@@ -728,8 +702,7 @@ class LossScaleOptimizer(
             paths = optimizers.paths(self._model_variables)
             self._watch = standstill.Watch(self.inner_optimizer.name, paths)
         bad = ops.not_equal(before.overflow_counts, after.overflow_counts)
-        is_eighth = ops.equal(skips, standstill.AFTER)
-        standstill.call_if(is_eighth, self._watch.warn, bad)
+        self._watch.warn_of_eighth(skips, bad)
 
     def _create_state(self, rule: rules.LossScale) -> None:
         """Creates the variables of the rule's state."""
@@ -789,24 +762,22 @@ class LossScaleOptimizer(
         """Returns the values of the state: numbers, if the step is eager."""
         # Each operation on a scalar would take longer than its copy.
         value = compilation.number_or_value
-        norm = self._gradient_norm
-        return rules.StepState(
-            scale=self._state_type(*map(value, self._scale_variables())),
-            skipped_steps=value(self._skipped_steps),
-            consecutive_skips=value(self._consecutive_skips),
-            overflow_counts=value(self._overflow_counts),
-            gradient_norm=None if norm is None else value(norm),
-        )
+        scale = self._state_type(*map(value, self._scale_variables()))
+        rest = [None if v is None else value(v) for v in self._counters()]
+        return rules.StepState(scale, *rest)
 
-    def _assign(self, before: rules.StepState, after: rules.StepState) -> None:
-        """Assigns the state after a step, except numbers that stay."""
-        variables = [
-            *self._scale_variables(),
+    def _counters(self) -> tuple[keras.Variable | None, ...]:
+        """Returns the variables of a `StepState` after its scale."""
+        return (
             self._skipped_steps,
             self._consecutive_skips,
             self._overflow_counts,
             self._gradient_norm,
-        ]
+        )
+
+    def _assign(self, before: rules.StepState, after: rules.StepState) -> None:
+        """Assigns the state after a step, except numbers that stay."""
+        variables = *self._scale_variables(), *self._counters()
         olds = *before.scale, *before[1:]
         news = *after.scale, *after[1:]
         for variable, old, new in zip(variables, olds, news, strict=True):
@@ -844,15 +815,8 @@ def _attribute(field: str) -> str:
     return _KERAS_NAMES.get(field, f"_loss_scale_{field}")
 
 
-def _has_value_here(variable: keras.Variable) -> bool:
-    """Returns whether a variable has a value here that can still change."""
-    return compilation.is_host_readable(
-        variable
-    ) and not compilation.becomes_constant(variable)
-
-
 def _host(variable: keras.Variable) -> np.ndarray:
-    if not _has_value_here(variable):
+    if not compilation.is_host_readable(variable):
         raise ValueError(
             "This function is being compiled, and counters are numbers on the "
             f"host. Received: a call that reads {variable.path!r} in it. Read "

@@ -92,10 +92,19 @@ def check_replica_context() -> None:
         )
 
 
-def once_for_all(function: Callable[[], None]) -> None:
-    """Calls a function that creates variables once for all replicas."""
+def once_for_all(
+    function: Callable[[], None], variables: Sequence = ()
+) -> None:
+    """Calls a function that creates variables once for all replicas.
+
+    Args:
+        function: The function. It is not part of the function that TensorFlow
+            traces now.
+        variables: The variables whose values it reads.
+    """
     if not _in_replica_of_many():
-        function()
+        with compilation.outside_of_tracing(variables):
+            function()
         return
 
     def made(strategy: Any) -> None:
@@ -179,21 +188,16 @@ def _largest(rows: Any) -> Any:
     return tf.reduce_max(rows, axis=0) + tf.reduce_sum(rows * 0, axis=0)
 
 
-def single(
-    optimizer: optimizers.Optimizer,
-) -> contextlib.AbstractContextManager:
-    """Does what `one_replica` does, for an optimizer that is built."""
-    if not _in_replica_of_many():
-        return contextlib.nullcontext()
-    variables = optimizer.variables + optimizers.remembered(optimizer)
-    return one_replica(variables, optimizer)
-
-
 @contextlib.contextmanager
 def one_replica(
     these: Iterable, optimizer: optimizers.Optimizer | None = None
 ) -> Iterator[None]:
-    """Makes variables mean this replica's copies, without a strategy."""
+    """Makes variables mean this replica's copies, without a strategy.
+
+    Args:
+        these: The variables.
+        optimizer: An optimizer that must not sum gradients meanwhile.
+    """
     if keras.backend.backend() != "tensorflow":
         yield
         return
@@ -229,7 +233,8 @@ def run_on_each(
     name = function.__name__
 
     def on_replica() -> None:
-        with single(optimizer):
+        known = optimizers.remembered(optimizer)
+        with one_replica([*optimizer.variables, *known], optimizer):
             function()
 
     if name not in traced:

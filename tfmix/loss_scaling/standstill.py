@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
+from keras import ops
 
 from tfmix import _messages
 from tfmix._keras import compilation
@@ -25,7 +26,7 @@ _MOST_NAMED = 5
 
 
 class Watch:
-    """Counts the skipped steps in a row of one optimizer, on the host.
+    """Warns once if a loop of one optimizer stands still.
 
     Args:
         name: String, the optimizer's name.
@@ -34,22 +35,16 @@ class Watch:
 
     def __init__(self, name: str, paths: Sequence[str]) -> None:
         self._name, self._paths = name, list(paths)
-        self._applied: int | None = None
-        self._skips = 0
         self._said = False
 
-    def skipped(self, applied: Any, bad: Any) -> None:
-        """Counts a skipped step, and warns of the eighth in a row.
+    def warn_of_eighth(self, in_a_row: Any, bad: Any) -> None:
+        """Warns on the host if this many skipped steps in a row are eight.
 
         Args:
-            applied: Integer, the steps applied before. A skipped step does not
-                change it, so that it shows whether one was applied in between.
-            bad: Booleans, the variables whose gradient was not finite.
+            in_a_row: Integer, or integer scalar tensor.
+            bad: Boolean vector, the variables whose gradient was not finite.
         """
-        again = self._applied == int(applied)
-        self._applied, self._skips = int(applied), self._skips * again + 1
-        if self._skips >= AFTER:
-            self.warn(bad)
+        call_if(ops.equal(in_a_row, AFTER), self.warn, bad)
 
     def warn(self, bad: Any) -> None:
         """Warns that the loop stands still, unless it has warned before.

@@ -145,10 +145,9 @@ class Counter:
         return Outcome(more[0], more[1])
 
     def _create(self) -> None:
-        with compilation.outside_of_tracing([]):
-            self._counts = keras.Variable(
-                np.zeros(2), "zeros", "int32", trainable=False
-            )
+        self._counts = keras.Variable(
+            np.zeros(2), "zeros", "int32", trainable=False
+        )
 
 
 def of_optimizer(

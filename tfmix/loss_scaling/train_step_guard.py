@@ -12,8 +12,9 @@ from tfmix import _arguments
 from tfmix._keras import (
     compilation,
     compile_method,
+    global_state,
+    layer_methods,
     layers,
-    model_methods,
     optimizers,
     training,
 )
@@ -93,17 +94,17 @@ def _check_optimizer(model: keras.Model) -> None:
 
 def attach(model: keras.Model, *, asked_for: bool | None = None) -> None:
     """Guards a model; `None` keeps whether the user asked for that."""
-    before = model_methods.part(model, model_methods.GUARD)
+    before = layer_methods.part(model, layer_methods.GUARD)
     if asked_for is None:
         asked_for = isinstance(before, _Guard) and before.asked_for
-    model_methods.attach(model, model_methods.GUARD, _Guard(model, asked_for))
+    layer_methods.attach(model, layer_methods.GUARD, _Guard(model, asked_for))
     # A step that was compiled before would run without the guard.
     model.train_function = None
 
 
 def is_guarded(model: keras.Model) -> bool:
     """Returns whether a skipped step of the model leaves no trace."""
-    return model_methods.part(model, model_methods.GUARD) is not None
+    return layer_methods.part(model, layer_methods.GUARD) is not None
 
 
 @keras.saving.register_keras_serializable("tfmix")
@@ -138,7 +139,7 @@ class _Guard:
         self.asked_for = asked_for
         on_tensorflow = keras.backend.backend() == "tensorflow"
         self._counter = step_outcome.Counter() if on_tensorflow else None
-        self.wrappers: Mapping[str, model_methods.Wrapper] = {
+        self.wrappers: Mapping[str, layer_methods.Wrapper] = {
             "train_step": self._on_tensorflow
             if on_tensorflow
             else self._on_jax,
@@ -285,7 +286,7 @@ class _Guard:
         If no step was applied since the reset, it is the skipped batch's own
         result, or NaN if one of these is not finite.
         """
-        if keras.backend.is_float_dtype(own.dtype):
+        if all_finite.is_float(own):
             own = ops.where(ops.logical_or(stays, fine), own, float("nan"))
         if counts := self._counts():
             empty = [ops.equal(count, 0) for count in counts]
@@ -331,7 +332,7 @@ class _Guard:
         name = isinstance(optimizer, dict) and optimizer["class_name"]
         if name != "LossScaleOptimizer":
             return config
-        record = model_methods.part(self._model, model_methods.RULES)
+        record = layer_methods.part(self._model, layer_methods.RULES)
         guarded = Guarded(alone=record is None)
         saved = keras.saving.serialize_keras_object(guarded)
         return {**config, "guarded": saved}
@@ -344,12 +345,12 @@ def _mended(pairs: list) -> list:
     the zeros that the step has written stay, and so do its integers, such as
     the number of batches.
     """
-    floats = [old for _, old in pairs if _is_float(old)]
+    floats = [old for _, old in pairs if all_finite.is_float(old)]
     begins_lost = ops.logical_not(all_finite.all_finite(floats))
 
     def mended(variable: Any, old: Any) -> Any:
         new = compilation.read(variable)
-        stays = _is_lost(new, old) if _is_float(old) else begins_lost
+        stays = _is_lost(new, old) if all_finite.is_float(old) else begins_lost
         return ops.where(stays, new, old)
 
     return [(variable, mended(variable, old)) for variable, old in pairs]
@@ -377,7 +378,7 @@ def kept_finite(
     """
     in_training = kwargs.get("training")
     if in_training is None:
-        in_training = layers.is_training()
+        in_training = global_state.is_training()
     if not in_training:
         return call(*args, **kwargs)
     unlisted = layers.unlisted_variables(model)
@@ -402,7 +403,7 @@ def kept_finite(
             return outputs
         for variable, old in written:
             # This is fused with the kernel that computes the value.
-            if _is_float(old):
+            if all_finite.is_float(old):
                 new = compilation.read(variable)
                 variable.assign(ops.where(_is_lost(old, new), old, new))
     return outputs
@@ -414,7 +415,7 @@ def _any_lost(written: list) -> Any:
     Args:
         written: Variables, each with its value before.
     """
-    floats = [(v, old) for v, old in written if _is_float(old)]
+    floats = [(v, old) for v, old in written if all_finite.is_float(old)]
     if not floats:
         return False
     new = [compilation.read(variable) for variable, _ in floats]
@@ -449,8 +450,3 @@ def _is_watched(variable: Any) -> bool:
         return False
     dtype = str(keras.backend.standardize_dtype(variable.dtype))
     return dtype.startswith(("float", "bfloat", "int", "bool"))
-
-
-def _is_float(value: Any) -> bool:
-    dtype = keras.backend.standardize_dtype(value.dtype)
-    return keras.backend.is_float_dtype(dtype)

@@ -1,9 +1,8 @@
 """Turns gradients of a loss, scaled or not, into unscaled float32 ones.
 
 A model under a tfmix policy scales its gradients inside. An optimizer that has
-only variables of such models leaves losses and gradients alone (`Unscaled`).
-Any other multiplies losses by its loss scale, and divides the gradients
-(`Scaled`).
+only variables of such models leaves losses and gradients alone. Any other
+multiplies losses by its loss scale, and divides the gradients.
 """
 
 import functools
@@ -15,6 +14,7 @@ from keras import ops
 from tfmix import _users_code
 from tfmix._keras import compilation
 from tfmix._keras import variables as keras_variables
+from tfmix.gradient_scaling import tensors
 from tfmix.loss_scaling import all_finite, rules, step_outcome
 
 # Beyond 2^126 a scale's reciprocal is subnormal, which XLA flushes to zero.
@@ -29,29 +29,16 @@ _NOT_SCALED = (
 )
 
 
-class Unscaled:
-    """Losses keep their values, because the models scale their gradients."""
+class Losses:
+    """Whether an optimizer multiplies losses by its loss scale.
 
-    are_scaled = False
+    Args:
+        are_scaled: Boolean. False if the models scale their gradients.
+    """
 
-    def note(self, optimizer: Any) -> None:
-        """Notes that an optimizer has scaled a loss, which this one cannot."""
-
-    def are_gradients_scaled(self, optimizer: Any, warns: bool = False) -> bool:
-        """Returns whether the gradients are those of a scaled loss.
-
-        They are in a step that scaled its loss before the optimizer knew its
-        variables.
-        """
-        return _has_scaled_in_step(optimizer) is True
-
-
-class Scaled:
-    """Losses are multiplied by the loss scale."""
-
-    are_scaled = True
-
-    def __init__(self) -> None:
+    def __init__(self, are_scaled: bool) -> None:
+        self.are_scaled = are_scaled
+        # Also true after the warning that no loss was scaled.
         self._has_scaled = False
 
     def note(self, optimizer: Any) -> None:
@@ -63,27 +50,21 @@ class Scaled:
     def are_gradients_scaled(self, optimizer: Any, warns: bool = False) -> bool:
         """Returns whether the gradients are those of a scaled loss.
 
-        In a model's train step, they are if the step has scaled its loss.
+        In a model's train step, they are if the step has scaled its loss, which
+        it may have done before the optimizer knew its variables.
 
         Args:
             optimizer: The optimizer.
             warns: Whether to warn if no loss was ever scaled.
         """
-        in_step = _has_scaled_in_step(optimizer)
-        if in_step is not None:
-            return in_step
-        if warns and not self._has_scaled:
+        if (step := step_outcome.around()) is not None:
+            return id(optimizer) in step.scaled
+        if self.are_scaled and warns and not self._has_scaled:
             self._has_scaled = True
             rule = optimizer.rule
             if not (rules.is_constant(rule) and rule.lowest_scale == 1.0):
                 _users_code.warn(_NOT_SCALED)
-        return True
-
-
-def _has_scaled_in_step(optimizer: Any) -> bool | None:
-    """Returns whether the step around has scaled a loss, `None` if none is."""
-    step = step_outcome.around()
-    return None if step is None else id(optimizer) in step.scaled
+        return self.are_scaled
 
 
 def in_float32(grads: Sequence, variables: Sequence) -> list:
@@ -190,13 +171,7 @@ def _on_values(function: Callable[[Any], Any], tensor: Any) -> Any:
 def widened(gradient: Any) -> Any:
     """Returns a gradient, dense or sparse, in float32 if it was 16-bit."""
     narrow = keras_variables.is_narrow(gradient)
-    return _on_values(to_float32, gradient) if narrow else gradient
-
-
-def to_float32(tensor: Any) -> Any:
-    """Widens a 16-bit float tensor; returns any other tensor unchanged."""
-    narrow = keras_variables.is_narrow(tensor)
-    return ops.cast(tensor, "float32") if narrow else tensor
+    return _on_values(tensors.widen, gradient) if narrow else gradient
 
 
 def norm(true: Sequence, variables: Sequence) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from tfmix._keras import compilation, optimizers, replacements, variables
+from tfmix._keras import compilation, optimizers, variables
 from tfmix.optimizers import bits, eight_bit_slots, sixteen_bit_optimizer, views
 
 # A step may assign a variable more than once (weight decay, then the update,
@@ -49,11 +49,16 @@ class _StochasticView(variables.Float32View):
 class _StochasticRounding(views.Views):
     """Rounds the new value of every bfloat16 variable stochastically."""
 
+    only_bfloat16 = (
+        "BFloat16Optimizer rounds to bfloat16; updates of float16 variables "
+        "need float32 masters"
+    )
+
     def make(self) -> dict[int, keras.Variable]:
         self.created: list[_StochasticView] = []
         return super().make()
 
-    def make_view(self, variable: keras.Variable) -> _StochasticView:
+    def make_one(self, variable: keras.Variable) -> _StochasticView:
         draw = self.optimizer.draw_noise
         view = _StochasticView(variable, len(self.created) + 1, draw)
         self.created.append(view)
@@ -72,25 +77,16 @@ class _StochasticRounding(views.Views):
             yield
 
     def _narrow_slots(self, undo: contextlib.ExitStack, optimizer: Any) -> None:
-        eight_bit_slots.check_rounding(optimizer)
         original = optimizer.add_variable_from_reference
 
-        def add(
-            reference_variable: keras.Variable,
-            name: str | None = None,
-            initializer: Any = "zeros",
-        ) -> keras.Variable:
-            narrow = isinstance(reference_variable, _StochasticView)
-            if not narrow or eight_bit_slots.stays_wide(optimizer, name):
-                return original(reference_variable, name, initializer)
-            slot = original(reference_variable.stored, name, initializer)
-            view = self.make_view(slot)
-            # The variable behind the view is tracked already. Removing it from
-            # the list of tracked variables would stop TensorFlow from saving.
-            optimizers.count_as_tracked(optimizer, view)
-            return view
+        def make(
+            variable: keras.Variable, name: str | None, initializer: Any
+        ) -> _StochasticView | None:
+            if not isinstance(variable, _StochasticView):
+                return None
+            return self.make_one(original(variable.stored, name, initializer))
 
-        replacements.swap(undo, optimizer, "add_variable_from_reference", add)
+        eight_bit_slots.replace_state(undo, optimizer, make)
 
     def swap(self, target: keras.Variable, average: keras.Variable) -> None:
         """Swaps the upper halves: a bfloat16 weight has no lower half."""
@@ -114,7 +110,6 @@ class _StochasticRounding(views.Views):
 
     def refresh(self) -> None:
         """Starts the streams of random bits again, for a new step."""
-        super().refresh()
         for view in self.created:
             view.assignments = 0
 

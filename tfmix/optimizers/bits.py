@@ -1,7 +1,6 @@
 """Splits, joins and hashes the bits of numbers, alike on every backend."""
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,10 +8,9 @@ from keras import ops
 
 from tfmix._keras import compilation
 
-# One kernel sums at most this many small or large tensors. A kernel for more
+# One kernel sums at most this many small, or large tensors. A kernel for more
 # tensors would need more memory for their hashes.
 _TOGETHER = 32, 8
-_LARGE = 2**18
 
 
 def split(value: Any) -> tuple[Any, Any]:
@@ -61,19 +59,11 @@ def quiet(value: Any) -> Any:
 
 def fingerprints(tensors: Sequence) -> Any:
     """Returns hashes of 16-bit tensors as a vector of int32."""
-    shapes: dict[tuple, list[int]] = defaultdict(list)
-    for position, tensor in enumerate(tensors):
-        shapes[tuple(tensor.shape)].append(position)
-    sums, order = [], []
-    for shape, positions in shapes.items():
-        order += positions
-        hashes = [_hash(tensors[position]) for position in positions]
-        small, large = _TOGETHER
-        count = large if math.prod(shape) > _LARGE else small
-        for start in range(0, len(hashes), count):
-            sums.append(compilation.sums(hashes[start : start + count]))
-    inverse = sorted(range(len(order)), key=order.__getitem__)
-    return ops.take(ops.concatenate(sums), inverse)
+
+    def hashes(alike: list) -> Any:
+        return compilation.sums([*map(_hash, alike)], _TOGETHER)
+
+    return compilation.by_shape(tensors, hashes, lambda tensor: False)
 
 
 def _hash(tensor: Any) -> Any:

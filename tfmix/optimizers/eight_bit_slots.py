@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -131,127 +132,138 @@ def _code(optimizer: Any, name: str) -> eight_bit.Code:
     return eight_bit.SIGNS if is_lion else eight_bit.SIGNED
 
 
-class EightBitSlots:
-    """Makes an inner optimizer create its state in 8 bits.
+def replace_state(
+    undo: contextlib.ExitStack,
+    optimizer: Any,
+    make: Callable[..., variables.Float32View | None],
+) -> list[tuple[str | None, keras.Variable]]:
+    """Makes an optimizer round its state until a stack unwinds.
 
     Args:
+        undo: The stack.
+        optimizer: The optimizer, which is built in the meantime.
+        make: Takes a variable, the name of its state and an initializer;
+            returns the state as a view, `None` to keep it as it is.
+
+    Returns:
+        A list to which the names and the states will be added.
+    """
+    check_rounding(optimizer)
+    created: list[tuple[str | None, keras.Variable]] = []
+    original = optimizer.add_variable_from_reference
+
+    def add(
+        reference_variable: keras.Variable,
+        name: str | None = None,
+        initializer: Any = "zeros",
+    ) -> keras.Variable:
+        state = None
+        if not stays_wide(optimizer, name):
+            state = make(reference_variable, name, initializer)
+        if state is None:
+            state = original(reference_variable, name, initializer)
+        else:
+            # What the view stores is tracked already. Removing that from the
+            # list of tracked variables would stop TensorFlow from saving it.
+            optimizers.count_as_tracked(optimizer, state)
+        created.append((name, state))
+        return state
+
+    replacements.swap(undo, optimizer, "add_variable_from_reference", add)
+    return created
+
+
+@contextlib.contextmanager
+def creating(
+    optimizer: optimizers.Optimizer,
+    keeps_float32: Callable[[keras.Variable], bool],
+    draw: Callable[[tuple[int, ...], int, Any], Any],
+) -> Iterator[None]:
+    """A context in which an optimizer that is built has its state in 8 bits.
+
+    Args:
+        optimizer: The optimizer.
+        keeps_float32: Function that returns whether the state of a variable
+            stays in float32.
         draw: Function of a shape, a stream and an offset of the seed; it
             returns the noise of the current step.
     """
+    with contextlib.ExitStack() as undo:
+        created = [
+            (worker, _narrow(undo, worker, keeps_float32, draw))
+            for worker in optimizers.workers(optimizer)
+        ]
+        yield
+    for worker, slots in created:
+        _check_declared(worker, slots)
+        _refuse_others(worker, slots)
 
-    def __init__(
-        self, draw: Callable[[tuple[int, ...], int, Any], Any]
-    ) -> None:
-        self._draw = draw
 
-    @contextlib.contextmanager
-    def creating(
-        self,
-        optimizer: optimizers.Optimizer,
-        keeps_float32: Callable[[keras.Variable], bool],
-    ) -> Iterator[None]:
-        """A context in which an inner optimizer is built.
+def _narrow(
+    undo: contextlib.ExitStack,
+    worker: Any,
+    keeps_float32: Callable[[keras.Variable], bool],
+    draw: Callable[[tuple[int, ...], int, Any], Any],
+) -> list[tuple[str | None, keras.Variable]]:
+    """Returns a list to which the names and slots will be added."""
+    _never_negative(worker)
+    slots_of: collections.Counter[int] = collections.Counter()
 
-        Args:
-            optimizer: The optimizer.
-            keeps_float32: Function that returns whether the state of a
-                variable stays in float32.
-        """
-        with contextlib.ExitStack() as undo:
-            created = []
-            for worker in optimizers.workers(optimizer):
-                check_rounding(worker)
-                slots = self._narrow(undo, worker, keeps_float32)
-                created.append((worker, slots))
-            yield
-        for worker, slots in created:
-            _check_declared(worker, slots)
-            _refuse_others(worker, slots)
+    def make(
+        variable: keras.Variable, name: str | None, initializer: Any
+    ) -> _Slot | None:
+        if keeps_float32(variable):
+            return None
+        # Each slot of a variable is rounded with its own noise. Slots of
+        # different variables share theirs, so that one kernel serves all
+        # variables of a shape. Views use streams from 0 on.
+        stream = -1 - slots_of[id(variable)]
+        slots_of[id(variable)] += 1
+        noise = functools.partial(draw, tuple(variable.shape), stream)
+        return _make(worker, variable, name or "var", initializer, noise)
 
-    def _narrow(
-        self,
-        undo: contextlib.ExitStack,
-        worker: Any,
-        keeps_float32: Callable[[keras.Variable], bool],
-    ) -> list[tuple[str | None, keras.Variable]]:
-        """Returns a list to which the names and slots will be added."""
-        _never_negative(worker)
-        created: list[tuple[str | None, keras.Variable]] = []
-        slots_of: collections.Counter[int] = collections.Counter()
-        original = worker.add_variable_from_reference
+    return replace_state(undo, worker, make)
 
-        def add(
-            reference_variable: keras.Variable,
-            name: str | None = None,
-            initializer: Any = "zeros",
-        ) -> keras.Variable:
-            wide = stays_wide(worker, name)
-            if wide or keeps_float32(reference_variable):
-                slot = original(reference_variable, name, initializer)
-            else:
-                # Each slot of a variable is rounded with its own noise. Slots
-                # of different variables share theirs, so that one kernel
-                # serves all variables of a shape. Views use streams from 0 on.
-                stream = -1 - slots_of[id(reference_variable)]
-                slots_of[id(reference_variable)] += 1
-                slot = self._make(
-                    worker,
-                    reference_variable,
-                    name or "var",
-                    initializer,
-                    stream,
-                )
-                # Its codes and sizes are tracked already.
-                optimizers.count_as_tracked(worker, slot)
-            created.append((name, slot))
-            return slot
 
-        replacements.swap(undo, worker, "add_variable_from_reference", add)
-        return created
+def _make(
+    worker: Any,
+    variable: keras.Variable,
+    name: str,
+    initializer: Any,
+    noise: Callable[[Any], Any],
+) -> "_Slot":
+    shape, code = tuple(variable.shape), _code(worker, name)
+    first = keras.initializers.get(initializer)
 
-    def _make(
-        self,
-        worker: Any,
-        variable: keras.Variable,
-        name: str,
-        initializer: Any,
-        stream: int,
-    ) -> "_Slot":
-        shape, code = tuple(variable.shape), _code(worker, name)
-        first = keras.initializers.get(initializer)
+    def initializer_of(part: int) -> Any:
+        if isinstance(first, keras.initializers.Zeros):
+            # The codes of zeros are zeros. Encoding them would compile
+            # each operation.
+            return "zeros"
 
-        def initializer_of(part: int) -> Any:
-            if isinstance(first, keras.initializers.Zeros):
-                # The codes of zeros are zeros. Encoding them would compile
-                # each operation.
-                return "zeros"
+        def initial(_: Any, dtype: Any = None) -> Any:
+            value = ops.cast(first(shape, "float32"), "float32")
+            return eight_bit.encode(value, code, eight_bit.NEAREST)[part]
 
-            def initial(_: Any, dtype: Any = None) -> Any:
-                value = ops.cast(first(shape, "float32"), "float32")
-                return eight_bit.encode(value, code, eight_bit.NEAREST)[part]
+        return initial
 
-            return initial
+    path = f"{variable.path.replace('/', '_')}_{name}"
+    codes = worker.add_variable(
+        shape=shape,
+        initializer=initializer_of(0),
+        dtype=code.dtype,
+        name=path,
+        **variables.placement(variable),
+    )
+    sizes = worker.add_variable(
+        shape=eight_bit.blocks_shape(shape),
+        initializer=initializer_of(1),
+        dtype="float32",
+        name=f"{path}_sizes",
+        **variables.on_each_device(variable),
+    )
 
-        path = f"{variable.path.replace('/', '_')}_{name}"
-        codes = worker.add_variable(
-            shape=shape,
-            initializer=initializer_of(0),
-            dtype=code.dtype,
-            name=path,
-            **variables.placement(variable),
-        )
-        sizes = worker.add_variable(
-            shape=eight_bit.blocks_shape(shape),
-            initializer=initializer_of(1),
-            dtype="float32",
-            name=f"{path}_sizes",
-            **variables.on_each_device(variable),
-        )
-
-        def noise(offset: Any) -> Any:
-            return self._draw(shape, stream, offset)
-
-        return _Slot(codes, sizes, code, noise)
+    return _Slot(codes, sizes, code, noise)
 
 
 def _check_declared(worker: Any, created: list) -> None:

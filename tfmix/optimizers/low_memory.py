@@ -11,21 +11,14 @@ from tfmix.optimizers import eight_bit_slots, sixteen_bit_optimizer
 class _NoStandIns(sixteen_bit_optimizer.StandIns):
     """Passes the model's own variables to the inner optimizer."""
 
-    def make(self) -> dict[int, keras.Variable]:
-        for variable in self.narrow:
-            raise ValueError(
-                "LowMemoryOptimizer is for float32 variables. Received: "
-                f"variable {variable.path!r} of dtype {variable.dtype!r}. For "
-                "a model in pure 16 bit write MasterWeightOptimizer(optimizer, "
-                "slot_dtype='int8') or BFloat16Optimizer(optimizer, "
-                "slot_dtype='int8')."
-            )
-        return {}
-
-    def refresh(self) -> None:
-        pass
-
-    write_back = refresh
+    def make_one(self, variable: keras.Variable) -> keras.Variable:
+        raise ValueError(
+            "LowMemoryOptimizer is for float32 variables. Received: "
+            f"variable {variable.path!r} of dtype {variable.dtype!r}. For "
+            "a model in pure 16 bit write MasterWeightOptimizer(optimizer, "
+            "slot_dtype='int8') or BFloat16Optimizer(optimizer, "
+            "slot_dtype='int8')."
+        )
 
 
 @keras.saving.register_keras_serializable(package="tfmix")

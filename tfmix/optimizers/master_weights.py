@@ -105,12 +105,7 @@ class MasterWeightOptimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
 class _PerVariableMasters(sixteen_bit_optimizer.StandIns):
     """Keeps a float32 variable behind every 16-bit one."""
 
-    def make(self) -> dict[int, keras.Variable]:
-        return {
-            id(variable): self._master(variable) for variable in self.narrow
-        }
-
-    def _master(self, variable: keras.Variable) -> keras.Variable:
+    def make_one(self, variable: keras.Variable) -> keras.Variable:
         master = optimizers.add_variable(
             self.optimizer,
             shape=variable.shape,
@@ -131,10 +126,12 @@ class _PerVariableMasters(sixteen_bit_optimizer.StandIns):
             variable.assign(ops.cast(self.target(variable), variable.dtype))
 
 
-class _SplitView(views.RestView):
+class _SplitView(variables.Float32View):
     """An exact float32: the model's bfloat16 variable and 16 more bits."""
 
-    rest_dtype, rest_name = "int16", "lost_bits"
+    def __init__(self, variable: keras.Variable, rest: keras.Variable) -> None:
+        super().__init__(variable)
+        self.rest = rest
 
     def load(self) -> Any:
         return bits.join(self.stored, self.rest)
@@ -146,10 +143,64 @@ class _SplitView(views.RestView):
 
 
 class _SplitMasters(views.Views):
-    """Keeps the lower half of the master of every bfloat16 variable."""
+    """Keeps the lower half of the master of every bfloat16 variable.
 
-    view = _SplitView
+    Fingerprints of the variables show which ones were assigned since the last
+    step, such as by `load_weights`: their old lower half is not theirs any
+    more, and would shift a weight by up to half a step of bfloat16.
+    """
+
     only_bfloat16 = (
         "split=True stores the 16 bits of a float32 that a bfloat16 lacks; a "
         "float16 is not part of a float32"
     )
+
+    def make(self) -> dict[int, keras.Variable]:
+        made = super().make()
+        self.views: list[Any] = list(made.values())
+        if made:
+            self.seen = optimizers.add_variable(
+                self.optimizer,
+                shape=(len(made),),
+                initializer=lambda shape, dtype: self._fingerprints(),
+                dtype="int32",
+                name="fingerprints",
+                aggregation="only_first_replica",
+            )
+        return made
+
+    def make_one(self, variable: keras.Variable) -> _SplitView:
+        path = variable.path.replace("/", "_")
+        rest = self.optimizer.add_variable(
+            shape=variable.shape,
+            dtype="int16",
+            name=f"{path}_lost_bits",
+            **variables.placement(variable),
+        )
+        return _SplitView(variable, rest)
+
+    def refresh(self) -> None:
+        if not self.views:
+            return
+        now, seen = self._fingerprints(), ops.convert_to_tensor(self.seen)
+        for i, view in enumerate(self.views):
+            rest = ops.convert_to_tensor(view.rest)
+            same = ops.equal(now[i], seen[i])
+            view.rest.assign(ops.where(same, rest, ops.zeros_like(rest)))
+
+    def write_back(self) -> None:
+        if self.views:
+            self.seen.assign(self._fingerprints())
+
+    def _fingerprints(self) -> Any:
+        return bits.fingerprints([view.stored for view in self.views])
+
+    def assign(self, variable: keras.Variable, value: Any) -> None:
+        target: Any = self.target(variable)
+        target.assign(value)
+        if target is not variable:
+            # Only this fingerprint changes: other variables may have been
+            # assigned as well, which `refresh` must still notice.
+            row = [[list(map(id, self.views)).index(id(target))]]
+            now = bits.fingerprints([target.stored])
+            self.seen.assign(ops.scatter_update(self.seen, row, now))

@@ -19,7 +19,7 @@ Variables = variables.Variables
 class StandIns:
     """Float32 stand-ins that the inner optimizer updates for 16-bit variables.
 
-    A subclass creates them in `make`, and decides where the bits are stored
+    A subclass creates them, and decides where the bits are stored
     that do not fit into 16. Other variables have no stand-in.
     """
 
@@ -34,15 +34,17 @@ class StandIns:
 
     def make(self) -> dict[int, keras.Variable]:
         """Returns the stand-in of each of the `narrow` variables, by `id`."""
+        return {id(v): self.make_one(v) for v in self.narrow}
+
+    def make_one(self, variable: keras.Variable) -> keras.Variable:
+        """Creates the stand-in of a variable."""
         raise NotImplementedError
 
     def refresh(self) -> None:
         """Updates the stand-ins with values assigned to model variables."""
-        raise NotImplementedError
 
     def write_back(self) -> None:
         """Copies the inner optimizer's update to the model's variables."""
-        raise NotImplementedError
 
     def target(self, variable: keras.Variable) -> keras.Variable:
         """Returns a variable's stand-in, or the variable if it has none."""
@@ -142,7 +144,6 @@ class SixteenBitOptimizer(
                 aggregation="only_first_replica",
                 name="seed",
             )
-        self._eight_bit = eight_bit_slots.EightBitSlots(self.draw_noise)
 
     def draw_noise(
         self, shape: tuple[int, ...], stream: int, offset: Any = 0
@@ -180,20 +181,18 @@ class SixteenBitOptimizer(
                 if excluded := optimizers.undecayed(worker, variables):
                     targets = self._store.targets(excluded)
                     worker.exclude_from_weight_decay(var_list=targets)
-            with self._creating_slots():
+            with self._store.creating_slots(), self._creating_eight_bits():
                 self.inner_optimizer.build(self._store.targets(variables))
         self.built = True
 
-    @contextlib.contextmanager
-    def _creating_slots(self) -> Iterator[None]:
-        with contextlib.ExitStack() as undo:
-            undo.enter_context(self._store.creating_slots())
-            if eight_bit_slots.has_eight_bits(self.slot_dtype):
-                context = self._eight_bit.creating(
-                    self.inner_optimizer, self._store.keeps_float32_slots
-                )
-                undo.enter_context(context)
-            yield
+    def _creating_eight_bits(self) -> contextlib.AbstractContextManager:
+        if not eight_bit_slots.has_eight_bits(self.slot_dtype):
+            return contextlib.nullcontext()
+        return eight_bit_slots.creating(
+            self.inner_optimizer,
+            self._store.keeps_float32_slots,
+            self.draw_noise,
+        )
 
     def exclude_from_weight_decay(
         self, var_list: Variables | None = None, var_names: Any = None
@@ -226,26 +225,10 @@ class SixteenBitOptimizer(
         """
         if len(grads) == 0:
             return
-        if not self.built:
-            if trainable_variables is None:
-                raise ValueError(
-                    "The optimizer is not built yet. Received: "
-                    "trainable_variables=None. Pass the variables, or call "
-                    "build(model.trainable_variables) first."
-                )
-            with keras.name_scope(self.name):
-                self.build(trainable_variables)
-        variables = optimizers.remembered(self)
-        if trainable_variables is not None:
-            # This finds the objects that `build` received.
-            variables = optimizers.recognised(self, trainable_variables)
-        if len(grads) != len(variables):
-            raise ValueError(
-                "There must be one gradient per variable. Received: "
-                f"{len(grads)} gradients for {len(variables)} variables."
-            )
+        variables = self.variables_of(grads, trainable_variables)
         grads = replicas.sum_gradients(grads, variables)
-        with replicas.single(self):
+        known = optimizers.remembered(self)
+        with replicas.one_replica([*self.variables, *known], self):
             self._store.refresh()
             routed, targets = self._store.route(grads, variables)
             self.inner_optimizer.apply(routed, targets)

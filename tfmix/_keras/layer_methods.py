@@ -1,11 +1,10 @@
-"""Wraps methods of one model, each once.
+"""Wraps methods of one layer or model, each once.
 
-Every wrapper is an attribute of that model, so Keras's classes stay unchanged,
+Every wrapper is an attribute of that layer, so Keras's classes stay unchanged,
 and all wrappers of one role are attached and detached together.
 """
 
 import functools
-import itertools
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -18,7 +17,7 @@ from tfmix._keras import layers
 Wrapper = Callable[..., Any]
 # The first is the innermost. A layer that falls back to float32 is traced again
 # under the policy's rules, and the guard restores what ran under them.
-FALLBACK, RULES, GUARD = _ROLES = "fallback", "rules", "guard"
+EXACT, FALLBACK, RULES, GUARD = _ROLES = "exact", "fallback", "rules", "guard"
 # JAX compiles a function object once. A method of a class is a new object each
 # time it is read. Our wrapper is not, so each of these gets a new one: else a
 # model that is compiled again would go on with its first loss and metrics.
@@ -29,59 +28,59 @@ _COMPILED = {
 
 
 class Part(Protocol):
-    """Wrappers that have one role for a model."""
+    """Wrappers that have one role for a layer."""
 
     @property
     def wrappers(self) -> Mapping[str, Wrapper]:
         """The wrapper of each method, by the method's name."""
 
 
-def part(model: keras.Model, role: str) -> Part | None:
-    """Returns the part that has a role for a model, or `None`."""
-    return by_role(model).get(role)
+def part(layer: keras.Layer, role: str) -> Any:
+    """Returns the part that has a role for a layer, or `None`."""
+    return by_role(layer).get(role)
 
 
-def by_role(model: keras.Model) -> dict[str, Part]:
-    """Returns a copy of the attached parts by role, for `restore`."""
-    owner: _Owner | None = layers.marks(model).methods
-    return {} if owner is None else dict(owner.parts)
+def by_role(layer: keras.Layer) -> Mapping[str, Part]:
+    """Returns the attached parts by role, for `restore`."""
+    owner: _Owner | None = layers.marks(layer).methods
+    return {} if owner is None else owner.parts
 
 
-def wrapped(model: keras.Model, name: str, role: str) -> Callable:
+def wrapped(layer: keras.Layer, name: str, role: str) -> Callable:
     """Returns the method that the wrapper of a role wraps now."""
-    owner: _Owner = layers.marks(model).methods
+    owner: _Owner = layers.marks(layer).methods
     return owner.below(name, role)
 
 
-def attach(model: keras.Model, role: str, part: Part) -> None:
-    """Attaches a part to a model, in place of the one that had the role."""
-    restore(model, {**by_role(model), role: part})
+def attach(layer: keras.Layer, role: str, part: Part) -> None:
+    """Attaches a part to a layer, in place of the one that had the role."""
+    restore(layer, {**by_role(layer), role: part})
 
 
-def detach(model: keras.Model, role: str) -> None:
+def detach(layer: keras.Layer, role: str) -> None:
     """Detaches the part that has a role, if there is one."""
-    restore(model, {r: part for r, part in by_role(model).items() if r != role})
+    restore(layer, {r: part for r, part in by_role(layer).items() if r != role})
 
 
-def restore(model: keras.Model, parts: Mapping[str, Part]) -> None:
+def restore(layer: keras.Layer, parts: Mapping[str, Part]) -> None:
     """Attaches exactly these parts."""
-    owner = layers.marks(model).methods or _Owner(model)
+    owner = layers.marks(layer).methods or _Owner(layer)
     owner.set(parts)
-    layers.mark(model, methods=owner if parts else None)
+    layers.mark(layer, methods=owner if parts else None)
 
 
 class _Owner:
-    """Owns the wrapped methods of one model."""
+    """Owns the wrapped methods of one layer."""
 
-    def __init__(self, model: keras.Model) -> None:
+    def __init__(self, layer: keras.Layer) -> None:
         self.parts: Mapping[str, Part] = {}
-        self._model = model
-        # The attributes on the model now, and those that the user had set.
+        self._layer = layer
+        # The attributes on the layer now, and those that the user had set.
         self._installed: dict[str, Callable] = {}
         self._users: dict[str, Callable] = {}
 
     def set(self, parts: Mapping[str, Part]) -> None:
-        self.parts = dict(parts)
+        self.parts = {role: parts[role] for role in _ROLES if role in parts}
         wanted = {name for part in parts.values() for name in part.wrappers}
         wanted |= {make for make, step in _COMPILED.items() if step in wanted}
         for name in set(self._installed) - wanted:
@@ -90,7 +89,7 @@ class _Owner:
             self._install(name)
 
     def _install(self, name: str) -> None:
-        own = vars(self._model).get(name)
+        own = vars(self._layer).get(name)
         if own is not None and own is self._installed.get(name):
             return
         self._users.pop(name, None)
@@ -101,28 +100,33 @@ class _Owner:
 
     def _attach(self, name: str) -> None:
         self._installed[name] = method = self._composed(name)
-        object.__setattr__(self._model, name, method)
+        object.__setattr__(self._layer, name, method)
 
     def _renew(self, name: str) -> None:
         """Attaches a new object in place of a wrapped method."""
-        if vars(self._model).get(name) is self._installed.get(name):
+        if vars(self._layer).get(name) is self._installed.get(name):
             self._attach(name)
 
     def _remove(self, name: str) -> None:
         method, users = self._installed.pop(name), self._users.pop(name, None)
-        if vars(self._model).get(name) is not method:
+        if vars(self._layer).get(name) is not method:
             # Other code has wrapped it since, and has to remove that itself.
             return
         if users is None:
-            object.__delattr__(self._model, name)
+            object.__delattr__(self._layer, name)
         else:
-            object.__setattr__(self._model, name, users)
+            object.__setattr__(self._layer, name, users)
 
     def _composed(self, name: str) -> Callable:
-        @functools.wraps(self._original(name))
+        users, compiled = self._users.get(name), _COMPILED.get(name)
+
+        @functools.wraps(self._original(name, users))
         def method(*args: Any, **kwargs: Any) -> Any:
-            if name in _COMPILED:
-                self._renew(_COMPILED[name])
+            if compiled is not None:
+                self._renew(compiled)
+            if self._users.get(name) is not users:
+                # The user has wrapped this method, and a newer one wraps that.
+                return self._original(name, users)(*args, **kwargs)
             return self.below(name)(*args, **kwargs)
 
         return method
@@ -132,14 +136,15 @@ class _Owner:
 
         It is looked up in each call, because parts and hooks change.
         """
-        call = self._original(name)
-        for inner in itertools.takewhile(lambda r: r != role, _ROLES):
-            part = self.parts.get(inner)
-            if part is not None and name in part.wrappers:
+        call = self._original(name, self._users.get(name))
+        for inner, part in self.parts.items():
+            if inner == role:
+                break
+            if name in part.wrappers:
                 call = functools.partial(part.wrappers[name], call)
         return call
 
-    def _original(self, name: str) -> Callable:
-        """Returns the user's own method, or that of the model's class."""
-        of_class = getattr(type(self._model), name)
-        return self._users.get(name) or types.MethodType(of_class, self._model)
+    def _original(self, name: str, users: Callable | None) -> Callable:
+        """Returns the user's own method, or that of the layer's class."""
+        of_class = getattr(type(self._layer), name)
+        return users or types.MethodType(of_class, self._layer)

@@ -1,0 +1,85 @@
+"""Methods of one layer that tfmix wraps, and users wrap, too."""
+
+import keras
+import numpy as np
+import pytest
+
+import tfmix
+from tfmix._keras import layer_methods
+
+
+def wrap(layer, name):
+    """Wraps a method as a profiler does; returns a list with its calls."""
+    original, calls = getattr(layer, name), []
+
+    def method(*args, **kwargs):
+        calls.append(name)
+        return original(*args, **kwargs)
+
+    setattr(layer, name, method)
+    return calls
+
+
+def network():
+    return keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(1)]
+    )
+
+
+def train(model):
+    x = np.ones((8, 4), "float32")
+    model.fit(x, x[:, :1], batch_size=8, epochs=2, verbose=0)
+
+
+@pytest.mark.parametrize("name", ["call", "train_step", "compute_loss"])
+def test_a_wrapped_method_is_wrapped_again(name):
+    tfmix.set_global_policy("mixed_float16")
+    model = network()
+    model.compile("sgd", "mse")
+    calls = wrap(model, name)
+    model.compile("sgd", "mse")
+    train(model)
+    assert calls
+    assert model.optimizer.skipped_steps == 0
+    y = np.full((8, 1), np.nan, "float32")
+    before = [v.numpy() for v in model.variables]
+    model.fit(np.ones((8, 4)), y, batch_size=8, verbose=0)
+    assert model.optimizer.skipped_steps == 1
+    for variable, old in zip(model.variables, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), old)
+
+
+def test_a_layer_that_the_user_has_wrapped_can_be_converted_and_back():
+    tfmix.set_global_policy("mixed_float16")
+    model = network()
+    layer = model.layers[0]
+    calls = wrap(layer, "call")
+    report = tfmix.apply_policy(model, "mixed_bfloat16")
+    model(np.ones((2, 4)))
+    assert calls == ["call"]
+    report.undo()
+    model(np.ones((2, 4)))
+    assert calls == ["call"] * 2
+
+
+class Doubling:
+    """A part that doubles the results of a layer."""
+
+    def __init__(self):
+        self.wrappers = {"call": lambda call, *args: 2 * call(*args)}
+
+
+def test_roles_wrap_in_one_order_and_leave_no_trace():
+    layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+    x = np.ones((1, 2), "float32")
+    layer_methods.attach(layer, layer_methods.FALLBACK, Doubling())
+    assert float(layer(x)[0, 0]) == 4
+    layer_methods.attach(layer, layer_methods.EXACT, Doubling())
+    assert float(layer(x)[0, 0]) == 8
+    assert list(layer_methods.by_role(layer)) == ["exact", "fallback"]
+    inner = layer_methods.wrapped(layer, "call", layer_methods.FALLBACK)
+    assert float(inner(x)[0, 0]) == 4
+    for role in layer_methods.by_role(layer):
+        layer_methods.detach(layer, role)
+    assert "call" not in vars(layer)
+    assert float(layer(x)[0, 0]) == 2
