@@ -56,7 +56,7 @@ class Machine:
         self.guarded = self.asked = self.compiled_since = False
         many = order.replicas > 1
         self.strategy = helpers.mirrored_strategy() if many else None
-        with self._scope(), tfmix.policy_scope(order.made):
+        with self._on_replicas(), tfmix.policy_scope(order.made):
             self.model = make_model(order.kind)
             self.dtypes = dtypes_of(self.model)
             self._compile(order.optimizer, order.wrap)
@@ -117,13 +117,11 @@ class Machine:
     def _apply(self, policy):
         before = self.dtypes, self.carries, self.home, self.guarded
         state = state_of(self.model)
-        inside = self._scope if self.order.inside else contextlib.nullcontext
         try:
-            with inside(), self._refusing():
+            with self._inside(), self._refusing():
                 report = tfmix.apply_policy(self.model, policy)
         except Refused:
-            now = state_of(self.model)
-            law("s", *same_state(state, now, "a refused conversion"))
+            self._same(state, "a refused conversion")
             self.laws("refused")
             raise
         self.undos.append((report.undo, before))
@@ -140,7 +138,7 @@ class Machine:
         if not self.undos:
             return
         undo, before = self.undos.pop()
-        with self._scope() if self.order.inside else contextlib.nullcontext():
+        with self._inside():
             undo()
         self.dtypes, self.carries, self.home, _ = before
         self.guarded = False
@@ -150,13 +148,13 @@ class Machine:
             given, self.wrap = self.model.optimizer, "any"
         else:
             self.name, self.wrap = name, wrap
-            with self._scope():
+            with self._on_replicas():
                 given = wrapped(OPTIMIZERS[name](), wrap)
             self.baseline = Baseline(name, self.frozen)
         settings = {"run_eagerly": self.order.mode == "eager"}
         if TENSORFLOW:
             settings["jit_compile"] = self.order.mode == "xla"
-        with self._scope(), self._at_home():
+        with self._on_replicas(), self._at_home():
             metrics = [keras.metrics.MeanAbsoluteError(name="mae")]
             self.model.compile(given, "mse", metrics=metrics, **settings)
         self.compiled_since = True
@@ -177,10 +175,10 @@ class Machine:
         path = self.folder / "model.keras"
         self.model.save(path)
         before = state_of(self.model)
-        with self._scope():
+        with self._on_replicas():
             loaded = keras.saving.load_model(path)
         self._replace(loaded)
-        law("s", *same_state(before, state_of(self.model), "a file"))
+        self._same(before, "a file")
 
     def _replace(self, model):
         """Continues with another model, whose optimizer is not the user's."""
@@ -195,17 +193,17 @@ class Machine:
         before, slots = state_of(self.model), self.baseline.slots
         weights = tfmix.optimizers.export_float32(self.model)
         self._train(1)
-        with self._scope():
+        with self._on_replicas():
             self.model.load_weights(path)
         self.baseline.slots, self.last = slots, weights
-        law("s", *same_state(before, state_of(self.model), "a weights file"))
+        self._same(before, "a weights file")
 
     def _copy(self, policy):
         source, before = self.model, state_of(self.model)
         dtypes = dtypes_of(source)
-        with self._scope():
+        with self._on_replicas():
             copied = tfmix.convert_model(source, policy)
-        law("s", *same_state(before, state_of(source), "being copied"))
+        self._same(before, "being copied")
         law("b", dtypes_of(source) == dtypes, "the source of a copy changed")
         self._replace(copied)
         self._converted(policy)
@@ -217,17 +215,27 @@ class Machine:
         if policy == "float32":
             law("f", *replaced())
 
-    def _scope(self, *policy):
-        if not policy:
-            return (
-                self.strategy.scope()
-                if self.strategy
-                else contextlib.nullcontext()
-            )
-        with tfmix.policy_scope(*policy):
-            self._new_layer(*policy)
-            self.laws(f"scope:{policy[0]}")
-        return self._new_layer(self.global_policy)
+    def _scope(self, policy):
+        with tfmix.policy_scope(policy):
+            self._new_layer(policy)
+            self.laws(f"scope:{policy}")
+        self._new_layer(self.global_policy)
+
+    def _on_replicas(self):
+        if self.strategy is None:
+            return contextlib.nullcontext()
+        return self.strategy.scope()
+
+    def _inside(self):
+        """Opens the strategy's scope if the order's conversions are in it."""
+        return (
+            self._on_replicas()
+            if self.order.inside
+            else contextlib.nullcontext()
+        )
+
+    def _same(self, before, what):
+        law("s", *same_state(before, state_of(self.model), what))
 
     def _new_layer(self, policy):
         expected = tfmix.Policy(policy)
@@ -251,9 +259,9 @@ class Machine:
     def _check(self):
         before = state_of(self.model)
         report = tfmix.check(self.model, small_data().x, small_data().y)
-        law("s", *same_state(before, state_of(self.model), "a check"))
+        self._same(before, "a check")
         law("s", bool(report.rows), "the check has no rows")
-        wrong = [r for r in report.rows if r.verdict in ("overflow",)]
+        wrong = [r for r in report.rows if r.verdict == "overflow"]
         law("s", not wrong, f"the check finds {wrong}")
 
     def _scale_monitor(self):
@@ -269,15 +277,10 @@ class Machine:
         data = small_data()
         x, y = (np.tile(a, (self.order.replicas, 1)) for a in (data.x, data.y))
 
+        how = {"batch_size": len(x), "shuffle": False, "callbacks": [callback]}
+
         def step():
-            self.model.fit(
-                x,
-                y,
-                batch_size=len(x),
-                shuffle=False,
-                verbose=0,
-                callbacks=[callback],
-            )
+            self.model.fit(x, y, verbose=0, **how)
 
         self._phase(step, 1, "fit")
 
