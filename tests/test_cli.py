@@ -15,9 +15,8 @@ import pytest
 
 import tfmix
 from tests import helpers, processes
+from tests.hardware import programs
 from tfmix import cli, commands
-from tfmix.hardware import compilers
-from tfmix.hardware import target as targets
 
 COMMANDS = "advise check compile convert demo devices doctor run".split()
 ROWS = 12
@@ -294,10 +293,7 @@ def test_advise_needs_no_loss_of_the_users_own_and_takes_shapes(run, tmp_path):
     assert "(40, 3, 2)" in out
 
 
-@pytest.mark.skipif(
-    bool(compilers.missing(targets.find("h200"))),
-    reason="no compiler for an H200: run `make targets`",
-)
+@programs.needs("h200")
 def test_compile_says_what_an_h200_would_run(data, tmp_path):
     page = tmp_path / "step.html"
     found = data(f"{COMPILE} --target h200 --html {page}")

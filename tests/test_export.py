@@ -32,11 +32,16 @@ POLICIES = ("mixed_float16", "mixed_bfloat16", "float16")
 WITHIN = {"mixed_float16": 2e-3, "mixed_bfloat16": 2e-2, "float16": 2e-3}
 
 
-class OfWeight(layers.Layer):
-    """A layer that multiplies by a weight, in `call` of a subclass."""
+class Own(layers.Layer):
+    """A layer whose code multiplies by a weight in some way."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
 
     def build(self, shape):
         self.w = self.add_weight(shape=(shape[-1], shape[-1]))
+        self.function = tf.function(self.times)
 
     def times(self, x):
         return ops.matmul(x, self.w)
@@ -47,49 +52,19 @@ class OfWeight(layers.Layer):
 
         return loop(lambda i, _: i < 2, step, (0, x))[1]
 
-
-class Branch(OfWeight):
-    def call(self, x):
-        is_positive = tf.reduce_sum(tf.cast(x, tf.float32)) > 0
-        return tf.cond(is_positive, lambda: self.times(x), lambda: x)
-
-
-class Loop(OfWeight):
-    def call(self, x):
-        return self.twice(tf.while_loop, x)
-
-
-class Mapped(OfWeight):
-    def call(self, x):
-        return tf.map_fn(lambda row: self.times(row[None])[0], x)
-
-
-class KerasBranch(OfWeight):
-    def call(self, x):
-        return ops.cond(ops.sum(x) > 0, lambda: self.times(x), lambda: x)
-
-
-class KerasLoop(OfWeight):
-    def call(self, x):
-        return self.twice(ops.while_loop, x)
-
-
-class WithFunction(OfWeight):
-    def build(self, shape):
-        super().build(shape)
-        self.function = tf.function(self.times)
-
-    def call(self, x):
-        return self.function(x)
-
-
-class WithGradient(OfWeight):
-    def call(self, x):
+    def differentiated(self, x):
         @tf.custom_gradient
         def doubled(x):
             return tf.tanh(x), lambda upstream: 2 * upstream
 
         return doubled(self.times(x))
+
+    def call(self, x):
+        return self.way(self, x)
+
+
+def own(way):
+    return stack(ROWS, lambda: Own(way))
 
 
 def stack(x, *some):
@@ -128,13 +103,25 @@ KINDS = {
     "nested": stack(
         ROWS, lambda: keras.Sequential([layers.Dense(4), layers.Dense(4)])
     ),
-    "branch": stack(ROWS, Branch),
-    "loop": stack(ROWS, Loop),
-    "mapped": stack(ROWS, Mapped),
-    "keras_branch": stack(ROWS, KerasBranch),
-    "keras_loop": stack(ROWS, KerasLoop),
-    "function": stack(ROWS, WithFunction),
-    "gradient": stack(ROWS, WithGradient),
+    "branch": own(
+        lambda layer, x: tf.cond(
+            tf.reduce_sum(tf.cast(x, "float32")) > 0,
+            lambda: layer.times(x),
+            lambda: x,
+        )
+    ),
+    "keras_branch": own(
+        lambda layer, x: ops.cond(
+            ops.sum(x) > 0, lambda: layer.times(x), lambda: x
+        )
+    ),
+    "loop": own(lambda layer, x: layer.twice(tf.while_loop, x)),
+    "keras_loop": own(lambda layer, x: layer.twice(ops.while_loop, x)),
+    "mapped": own(
+        lambda layer, x: tf.map_fn(lambda row: layer.times(row[None])[0], x)
+    ),
+    "function": own(lambda layer, x: layer.function(x)),
+    "gradient": own(lambda layer, x: layer.differentiated(x)),
 }
 
 

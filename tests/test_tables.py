@@ -27,9 +27,16 @@ def drawn(width, table=TABLE):
     return out.getvalue()
 
 
-def test_cells_that_fit_are_not_cut():
+def test_cells_that_fit_are_not_cut_and_wide_html_scrolls():
+    class Report(_tables.Printed):
+        def tables(self):
+            return [TABLE]
+
     assert LONG in drawn(160)
     assert "computes in float16" in drawn(160)
+    page = helpers.notebook_html(Report())
+    assert "overflow-x:auto" in page
+    assert "A title" in page
 
 
 @pytest.mark.parametrize("width", [50, 60])
@@ -53,16 +60,6 @@ def test_shapes_and_short_words_are_not_cut_for_a_long_name():
     for cell in ("(m, k, n)", *row[1:4]):
         assert cell in text
     assert max(map(len, text.splitlines())) <= 80
-
-
-def test_wide_html_scrolls():
-    class Report(_tables.Printed):
-        def tables(self):
-            return [TABLE]
-
-    page = helpers.notebook_html(Report())
-    assert "overflow-x:auto" in page
-    assert "A title" in page
 
 
 def test_a_page_is_one_file_in_colour(tmp_path):

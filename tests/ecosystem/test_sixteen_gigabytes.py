@@ -6,7 +6,7 @@ import pytest
 
 from tests import helpers
 from tests.ecosystem import sixteen_gigabytes
-from tfmix.hardware import compilers
+from tests.hardware import programs
 from tfmix.hardware import target as targets
 
 pytest.importorskip("keras_hub")
@@ -18,7 +18,6 @@ pytestmark = [
     helpers.requires_backend("jax"),
 ]
 SEEDS = (1, 2, 3)
-T4 = targets.find("t4")
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +66,7 @@ def test_the_loss_is_inside_the_noise_of_float32(recipe, record_property):
 
 @pytest.mark.slow
 def test_gemma_2b_needs_40_gb_under_keras_and_fits_a_t4():
-    if lacking := compilers.missing(T4):
-        pytest.skip(f"no {', '.join(lacking)}: run `make targets`")
+    programs.skip_without("t4")
     steps = sixteen_gigabytes.both(sixteen_gigabytes.GEMMA_2B)
     assert steps["Keras"].memory.peak > 38e9
-    assert steps["recipe"].memory.peak < T4.memory
+    assert steps["recipe"].memory.peak < targets.find("t4").memory

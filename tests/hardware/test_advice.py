@@ -1,8 +1,6 @@
 """`advise` counts shapes, alignment, work and bytes as one would by hand."""
 
 import dataclasses
-import math
-import re
 
 import keras
 import numpy as np
@@ -368,34 +366,6 @@ def test_bytes_agree_with_what_the_compiler_reports_for_the_step():
     # The step also needs activations, and gradients of a few layers.
     kept = reported.temp_size_in_bytes
     assert kept == pytest.approx(memory.activations, rel=0.2)
-
-
-@helpers.requires_backend("tensorflow")
-@pytest.mark.slow
-def test_bytes_agree_with_the_arguments_of_tensorflows_compiled_step():
-    import tensorflow as tf
-
-    model = wide("mixed_float16")
-
-    @tf.function(jit_compile=True, autograph=False)
-    def step(x):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(model(x, training=True) ** 2)
-            loss = model.optimizer.scale_loss(tf.cast(loss, "float32"))
-        weights = model.trainable_variables
-        model.optimizer.apply(tape.gradient(loss, weights), weights)
-        return loss
-
-    text = step.experimental_get_compiler_ir(tf.ones((8, 64)))(stage="hlo")
-    layout = re.search(r"entry_computation_layout={\((.*)\)->", text)[1]
-    sizes = {"f32": 4, "f16": 2, "s32": 4, "s64": 8, "pred": 1}
-    arguments = sum(
-        sizes[kind] * math.prod(map(int, filter(None, shape.split(","))))
-        for kind, shape in re.findall(r"([a-z0-9]+)\[([\d,]*)\]", layout)
-    )
-    memory = advise(model, 8).memory["mixed_float16"]
-    expected = memory.weights + memory.slots
-    assert arguments == pytest.approx(expected, rel=0.02)
 
 
 def test_the_advice_describes_float8_layers_and_their_gain():

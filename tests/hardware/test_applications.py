@@ -10,16 +10,11 @@ import pytest
 import tfmix
 from benchmarks import compiled_steps, gpu_models
 from tests import helpers
-from tfmix.hardware import compilers
-from tfmix.hardware import target as targets
+from tests.hardware import programs
 
 ON_JAX = keras.backend.backend() == "jax"
 APPLICATIONS = (
-    "ResNet50",
-    "VGG16",
-    "MobileNetV2",
-    "EfficientNetB0",
-    "ConvNeXtTiny",
+    *("ResNet50", "VGG16", "MobileNetV2", "EfficientNetB0", "ConvNeXtTiny"),
 )
 
 
@@ -38,15 +33,8 @@ def model_of(name):
 )
 @pytest.mark.parametrize("name", [*APPLICATIONS, "transformer"])
 def test_a_whole_model_compiles(name, target, rows, devices, monkeypatch):
-    if lacking := compilers.missing(targets.find(target)):
-        pytest.skip(f"no {', '.join(lacking)}: run `make targets`")
-    analyses = []
-
-    def record(text, memory, costs, original=compilers._record):
-        analyses.append(memory)
-        return original(text, memory, costs)
-
-    monkeypatch.setattr(compilers, "_record", record)
+    programs.skip_without(target)
+    analyses = programs.recorded(monkeypatch)
     model = model_of(name)
     step = tfmix.hardware.compile_for(
         model,
@@ -56,7 +44,7 @@ def test_a_whole_model_compiles(name, target, rows, devices, monkeypatch):
         loss="sparse_categorical_crossentropy",
         policy="mixed_bfloat16",
     )
-    (analysis,) = analyses
+    ((_, analysis, _),) = analyses
     given = analysis.argument_size_in_bytes
     results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     assert step.memory.arguments == given
@@ -79,8 +67,7 @@ def test_a_whole_model_compiles(name, target, rows, devices, monkeypatch):
 @pytest.mark.slow
 @helpers.requires_backend("jax")
 def test_scaling_a_transformer_takes_no_memory_and_few_kernels():
-    if lacking := compilers.missing(targets.find("h200")):
-        pytest.skip(f"no {', '.join(lacking)}: run `make targets`")
+    programs.skip_without("h200")
     bare, kerass, ours = (
         compiled_steps.transformer("mixed_float16", way, "h200")
         for way in ("bare", "Keras", "tfmix")

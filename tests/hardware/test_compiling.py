@@ -12,20 +12,13 @@ from keras import layers
 
 import tfmix
 from tests import processes
+from tests.hardware.programs import needs
 from tfmix.hardware import compilers, compiling
 from tfmix.hardware import target as targets
 
 JAX = keras.backend.backend() == "jax"
 compile_for = tfmix.hardware.compile_for
 GPUS = [target.name for target in targets.targets() if target.kind == "GPU"]
-
-
-def needs(name):
-    """Skips a test if the compiler of a target is not installed."""
-    lacking = compilers.missing(targets.find(name))
-    return pytest.mark.skipif(
-        bool(lacking), reason=f"no {', '.join(lacking)}: run `make targets`"
-    )
 
 
 def sequential(*parts, shape=(64,), loss="mse", optimizer="adam"):

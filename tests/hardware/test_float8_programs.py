@@ -9,6 +9,7 @@ from keras import layers, ops
 
 import tfmix
 from tests import helpers
+from tests.hardware import programs
 from tfmix.float8 import product
 from tfmix.hardware import compiled_text, compilers, hlo_text, target
 
@@ -20,21 +21,14 @@ GPUS = pytest.mark.parametrize("name", ["h100", "h200", "b200"])
 @pytest.fixture
 def compiled(monkeypatch):
     """Returns a function that compiles for a target, with cuBLAS's products."""
-    texts = []
-    record = compilers._record
-
-    def recorded(text, *args):
-        texts.append(text)
-        return record(text, *args)
+    found = programs.recorded(monkeypatch)
 
     def compile_for(model, rows, name, **how):
-        if lacking := compilers.missing(target.find(name)):
-            pytest.skip(f"no {', '.join(lacking)}: run `make targets`")
-        monkeypatch.setattr(compilers, "_record", recorded)
+        programs.skip_without(name)
         step = tfmix.hardware.compile_for(model, rows, target=name, **how)
         kernels = {row.kernel for row in step.rows if row.dtype == "float8"}
         assert kernels <= {"cuBLAS"}
-        return step, texts[-1]
+        return step, found[-1][0]
 
     return compile_for
 
@@ -149,8 +143,7 @@ def test_a_step_of_two_products_takes_few_kernels(name, tokens):
     """A step with a squared error and a plain update, without an optimizer."""
     import jax
 
-    if lacking := compilers.missing(target.find(name)):
-        pytest.skip(f"no {', '.join(lacking)}: run `make targets`")
+    programs.skip_without(name)
 
     def loss(weights, x, y):
         for kernel in weights:

@@ -9,6 +9,7 @@ from keras import layers, ops
 import tfmix
 from benchmarks import compiled_steps, overhead
 from tests import helpers
+from tests.hardware.programs import skip_without
 from tfmix._keras import compilation
 from tfmix.hardware import compiled_text, compilers, lowering
 from tfmix.hardware import target as targets
@@ -28,11 +29,6 @@ WRAPPERS = overhead.SYSTEMS | {
         tfmix.optimizers.LowMemoryOptimizer(optimizer, seed=1)
     ),
 }
-
-
-def skip_without(target):
-    if lacking := compilers.missing(targets.find(target)):
-        pytest.skip(f"no {', '.join(lacking)}: run `make targets`")
 
 
 def compiled(shapes, target, way="tfmix", dtype="float32"):
@@ -193,7 +189,7 @@ def softmax_in_float32():
 
 
 class Normalizes(layers.Layer):
-    """A layer normalization of one's own."""
+    """A user's own layer normalization."""
 
     def call(self, x):
         gap = x - ops.mean(x, -1, keepdims=True)

@@ -1,0 +1,35 @@
+"""What the tests of compiled programs share."""
+
+import pytest
+
+from tfmix.hardware import compilers
+from tfmix.hardware import target as targets
+
+
+def missing(name):
+    """Returns the reason to skip a test of a target, "" if there is none."""
+    lacking = compilers.missing(targets.find(name))
+    return f"no {', '.join(lacking)}: run `make targets`" if lacking else ""
+
+
+def needs(name):
+    """Marks a test that needs the compiler of a target."""
+    return pytest.mark.skipif(bool(missing(name)), reason=missing(name) or "-")
+
+
+def skip_without(name):
+    """Skips the rest of a test that needs the compiler of a target."""
+    if reason := missing(name):
+        pytest.skip(reason)
+
+
+def recorded(monkeypatch):
+    """Returns a list of all that is compiled: the text, memory and costs."""
+    found, original = [], compilers._record
+
+    def record(*parts):
+        found.append(parts)
+        return original(*parts)
+
+    monkeypatch.setattr(compilers, "_record", record)
+    return found
