@@ -250,7 +250,7 @@ def restored_global_state(monkeypatch):
     tfmix.set_global_policy(tfmix_policy)
     keras.config.set_dtype_policy(keras_policy)
     keras.config.set_floatx(floatx)
-    # As after the import.
+    # The import of tfmix does this, too.
     compile_method.watch()
 
 

@@ -145,7 +145,8 @@ SCALED, CHECKED = "Dynamic 32768 Adam", "No 1 Adam"
 MASTERS = "Dynamic 32768 MasterWeightOptimizer(Adam)"
 MASTERS_CHECKED = "No 1 MasterWeightOptimizer(Adam)"
 KERASS = "LossScaleOptimizer(SGD)"
-# How a model is compiled, what it then has, and whether it skips bad steps.
+# The values say how a model is compiled, what it then has, and whether it
+# skips bad steps.
 GIVEN = {
     "mixed_float16": (lambda: under(F16), SCALED, True),
     "O1": (lambda: under("O1"), SCALED, True),

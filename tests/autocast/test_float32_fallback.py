@@ -167,7 +167,7 @@ def strict_multiply(x, y):
     return lax.mul(x, lax.broadcast(y, x.shape[:1]))
 
 
-# What is made, and which of its layers compute in 16 bit and in float32.
+# The values name a class, and its layers in 16 bit and in float32.
 SPREAD = {
     "products inside": (Block, ["dense"], ["self"]),
     "a model": (BlockModel, ["dense"], []),
@@ -652,7 +652,7 @@ def test_a_layer_that_fell_back_predicts_the_same_once_loaded(
     if is_set:
         tfmix.set_global_policy(name)
     loaded = keras.models.load_model(tmp_path / "model.keras")
-    # Without the policy, what follows a layer computes in its own dtype.
+    # Without the policy, the ops behind a layer compute in their own dtype.
     within = 0.0 if is_set else 0.02
     found = loaded.predict(X, verbose=0)
     np.testing.assert_allclose(found, before, rtol=within, atol=within)

@@ -276,7 +276,7 @@ class Own(keras.Model):
 
 
 FORMAT = "float16 (3 digits, up to 65504); make"
-# What the one line says about the outputs of a model, if anything.
+# The last value is the line about the outputs of a model, if there is one.
 OUTPUTS = {
     "one": (
         lambda: headed("softmax"),

@@ -44,7 +44,7 @@ def build(name):
 @quick_compile.quick_compile()
 def convert_train_and_undo(name, policy):
     model, x = build(name)
-    # Under TensorFlow, tracing these takes longer than running them once.
+    # TensorFlow traces these more slowly than it runs them once.
     # Under JAX, every operation of an eager step would be compiled separately.
     model.compile(
         "sgd", "sparse_categorical_crossentropy", run_eagerly=TENSORFLOW

@@ -18,7 +18,7 @@ JIT = keras.backend.backend() == "jax"
 
 @pytest.fixture(autouse=True)
 def compiled_by_keras_alone():
-    """As before `import tfmix`, or after it was switched off."""
+    """Switches off what `import tfmix` does."""
     compile_method.stop_watching()
 
 

@@ -1,4 +1,4 @@
-"""Who multiplies a loss by the scale, and who divides the gradients.
+"""Shows who multiplies a loss by the scale, and who divides the gradients.
 
 The answer is in the variables: if a model scales their gradients itself, an
 optimizer multiplies and divides by 1. If not, `apply` divides by the scale.
@@ -204,9 +204,9 @@ def compiled_in(mode, function, loop):
     return run
 
 
-# What a loop calls for a loss whose gradient is 2, and how far it moves a
-# weight: if the optimizer scales by 8, and if it does not. The order is part of
-# the test: no line decides for a later one.
+# The keys say what a loop calls for a loss whose gradient is 2, the values how
+# far that moves a weight: if the optimizer scales by 8, and if it does not. The
+# order is part of the test: no line decides for a later one.
 LINES = {
     "apply(g)": (0.25, 2.0),
     "apply_unscaled(g)": (2.0, 2.0),
