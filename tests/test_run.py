@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 import re
 import signal
@@ -542,6 +543,13 @@ def steps_of(milliseconds):
 
 
 WIDE = {"policy": "float32", "dtype": "float32", "skipped": None}
+
+
+def test_a_loss_of_nan_is_json_that_can_be_read_again(tmp_path):
+    made = report.Report("train.py", a_run(loss=math.nan))
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps(made.to_dict(), allow_nan=False))
+    assert math.isnan(session._read(file).loss)
 
 
 CPU, HALF = {"device": "CPU", "fast": False}, {"peak_bytes": 200 * 2**20}

@@ -35,20 +35,23 @@ def find(data: Mapping[str, Any]) -> list[BadRows]:
     found = []
     for name, nest in data.items():
         rows: set[int] = set()
-        count = 0
+        total = 0
         for leaf in tree.flatten(nest):
             for start, block in blocks(leaf):
                 if not (fine := np.isfinite(block)).all():
                     bad = start + np.flatnonzero(~fine.all(axis=1))
                     rows.update(bad.tolist())
-                    count = len(leaf)
+                    total = max(total, len(leaf))
         if rows:
-            found.append(BadRows(name, tuple(sorted(rows)), count))
+            found.append(BadRows(name, tuple(sorted(rows)), total))
     return found
 
 
 def blocks(leaf: Any) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields a float array in blocks of rows, each flattened to a table."""
+    """Yields the first row and the rows of each block of a float array.
+
+    A block is a table: its other axes are flattened.
+    """
     # A sparse tensor of TensorFlow cannot be sliced by rows.
     is_array = isinstance(leaf, np.ndarray) or ops.is_tensor(leaf)
     if not (is_array and hasattr(leaf, "__getitem__")):
@@ -58,9 +61,10 @@ def blocks(leaf: Any) -> Iterator[tuple[int, np.ndarray]]:
         return
     rows = max(_BLOCK // max(math.prod(leaf.shape[1:]), 1), 1)
     for start in range(0, leaf.shape[0], rows):
-        block = np.asarray(leaf[start : start + rows]).astype(
-            "float32", copy=False
-        )
+        block = np.asarray(leaf[start : start + rows])
+        # A float64 number beyond float32 becomes infinite, as in the model.
+        with np.errstate(over="ignore"):
+            block = block.astype("float32", copy=False)
         yield start, block.reshape(len(block), -1)
 
 

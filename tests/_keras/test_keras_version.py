@@ -8,7 +8,9 @@ from tests import processes
 from tfmix._keras import version as _host
 
 
-@pytest.mark.parametrize("version", ["3.12.0", "3.15.1", "3.20.0.dev0", "4.0"])
+@pytest.mark.parametrize(
+    "version", ["3.12.0", "3.15.1", "3.16rc0", "3.20.0.dev0"]
+)
 @pytest.mark.parametrize("backend", ["tensorflow", "jax"])
 def test_supported_versions_and_backends_pass(version, backend):
     assert _host.require_supported(version, backend) is None

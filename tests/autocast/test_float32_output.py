@@ -127,6 +127,8 @@ def test_50000_classes_have_the_loss_and_gradient_of_float32(policy):
     [
         ("sofmax", ValueError, "Did you mean 'softmax'"),
         ("gleu", ValueError, "Did you mean 'gelu'"),
+        # `get` is a function of that module, but no activation.
+        ("gett", ValueError, r"activation='gett'\.$"),
         (3, TypeError, "activation=3 of type int"),
         (keras.layers.Softmax(), TypeError, 'dtype="float32"'),
         (keras.layers.Softmax, TypeError, "must be the name"),

@@ -257,3 +257,41 @@ def test_without_libtpu_jax_is_not_asked_for_a_tpu(monkeypatch):
     monkeypatch.setattr(devices, "devices", lambda: pytest.fail("asked"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     state.set_global_policy("mixed_float16")
+
+
+def test_scopes_of_a_thread_may_end_in_any_order():
+    first, second = map(state.policy_scope, ["mixed_float16", "float32"])
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert (new_layer_policy(), interceptor.of_caller()) == ("float32", set())
+    second.__exit__(None, None, None)
+    assert interceptor.of_caller() == set()
+    state.set_global_policy("mixed_bfloat16")
+    assert interceptor.SIXTEEN_BIT in interceptor.of_caller()
+
+
+def test_a_decorated_function_runs_in_several_threads_at_a_time():
+    begun, ended = threading.Event(), threading.Event()
+
+    @state.policy_scope("mixed_float16")
+    def function(wait):
+        begun.set()
+        if wait:
+            ended.wait(60)
+        return new_layer_policy()
+
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function(True)))
+    thread.start()
+    begun.wait(60)
+    assert function(False) == "mixed_float16"
+    # The scope of the other thread is open, and that of this one has ended.
+    state.set_global_policy("mixed_bfloat16")
+    assert state._own_scope() is None
+    ended.set()
+    thread.join()
+    assert results == ["mixed_float16"]
+    assert new_layer_policy() == "mixed_bfloat16"
+    state.set_global_policy("float32")
+    assert interceptor.of_caller() == set()

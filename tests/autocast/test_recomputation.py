@@ -195,3 +195,23 @@ def test_a_model_with_its_policy_trains_as_in_float32(mode):
     with tfmix.policy_scope("mixed_float16"):
         model = model_of(ByAnOpUnderARule)
     np.testing.assert_allclose(losses(model, mode), exact, rtol=0.005)
+
+
+@pytest.mark.skipif(ON_JAX, reason="JAX traces the gradient with the call")
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_a_gradient_after_the_scope_computes_as_the_call_did(mode):
+    import tensorflow as tf
+
+    def run(x):
+        # The sum of the exponentials is beyond float16.
+        function = keras.remat(lambda x: ops.log(ops.sum(ops.exp(x))))
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            with tfmix.policy_scope("mixed_float16"):
+                y = function(x)
+        return tape.gradient(y, x)
+
+    if mode == "graph":
+        run = tf.function(run)
+    found = run(tf.fill([100], tf.constant(11.0, tf.float16)))
+    np.testing.assert_allclose(found, np.full(100, 0.01), rtol=0.01)

@@ -6,6 +6,7 @@ Only outermost calls count, and only functions that call `note` in their trace.
 import functools
 import threading
 import time
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -57,6 +58,7 @@ def note(what: Any) -> None:
 
 def _called(function: Any, original: Callable, args: Any, kwargs: Any) -> Any:
     thread = threading.get_ident()
+    # A function inside another one does not count as a call.
     if thread in _running:
         return original(*args, **kwargs)
     began = time.perf_counter()
@@ -65,7 +67,6 @@ def _called(function: Any, original: Callable, args: Any, kwargs: Any) -> Any:
         outputs = original(*args, **kwargs)
     finally:
         del _running[thread]
-    # A function inside another one does not count as a call.
     if notes and not is_compiling():
         for listener in _listeners:
             listener(function, notes, began, outputs)
@@ -102,8 +103,10 @@ class Jitted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _called(self, self._jitted, args, kwargs)
 
-    def __get__(self, owner: Any, of: Any = None) -> Any:
-        return self if owner is None else functools.partial(self, owner)
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        if instance is None:
+            return self
+        return types.MethodType(self, instance)
 
     # `jax.export` recognizes a jitted function by these two methods.
     def trace(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,6 +116,9 @@ class Jitted:
         return self._jitted.lower(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        # `copy` looks up names before there is a function to ask.
+        if name == "_jitted":
+            raise AttributeError(name)
         return getattr(self._jitted, name)
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 import pkgutil
+import re
 
 try:
     import keras
@@ -73,4 +74,4 @@ def misfit(what: str) -> RuntimeError:
 
 def numbers(version: str) -> tuple[int, ...]:
     """Returns the first two numbers of a version."""
-    return tuple(int(part) for part in version.split(".")[:2])
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))

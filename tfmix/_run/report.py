@@ -121,8 +121,13 @@ class Report(_tables.Printed):
         return [_tables.Table(heads, rows, title, notes)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the report as plain JSON values."""
+        """Returns the report as plain JSON values.
+
+        JSON has no NaN and no infinity. They are strings, such as "nan".
+        """
         data = dataclasses.asdict(self)
+        for run in filter(None, (data["run"], data["other"])):
+            run |= {name: _json(value) for name, value in run.items()}
         if self.other:
             data["speedup"] = self.speedup()
             data["verdict"] = self.verdict()
@@ -200,3 +205,9 @@ def _losses(narrow: Run, wide: Run) -> str:
 
 def _shown(value: float | None, form: str) -> str:
     return _UNKNOWN if value is None else format(value, form)
+
+
+def _json(value: Any) -> Any:
+    """Returns a value that JSON has: its numbers are finite."""
+    is_lost = isinstance(value, float) and not math.isfinite(value)
+    return str(value) if is_lost else value

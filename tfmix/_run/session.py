@@ -262,4 +262,7 @@ def _read(path: str) -> report.Run:
     file = pathlib.Path(path)
     data = json.loads(file.read_text("utf-8"))
     file.unlink()
-    return report.Run(**data["run"])
+    run = data["run"]
+    # JSON has a loss that is not finite as a string.
+    loss = None if run["loss"] is None else float(run["loss"])
+    return report.Run(**{**run, "loss": loss})

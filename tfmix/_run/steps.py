@@ -85,7 +85,7 @@ class Counter:
             self.cause = (
                 "all gradients are NaN or infinite at once, as with NaN in a "
                 "batch or in the loss"
-                if len(set(counts.values())) == 1
+                if len(counts) > 1 and len(set(counts.values())) == 1
                 else f"the gradient of {worst!r} overflows most often"
             )
 

@@ -141,7 +141,9 @@ def applying(original: Callable) -> Callable:
             or self.loss_scale_factor
             or self in _left_alone
         )
-        if not (len(grads) and is_mine):
+        # Keras refuses gradients without variables before the build.
+        is_early = trainable_variables is None and not self.built
+        if is_early or not (len(grads) and is_mine):
             return original(self, grads, trainable_variables)
         _tell_of_lost_updates(self, trainable_variables)
         _apply(self, original, list(grads), trainable_variables)

@@ -68,7 +68,8 @@ def _check(activation: Any) -> None:
     try:
         keras.activations.get(activation)
     except ValueError as error:
-        known = [name for name in dir(keras.activations) if name[0] != "_"]
+        known = {name for name in dir(keras.activations) if name[0] != "_"}
+        known -= {"get", "serialize", "deserialize"}
         raise ValueError(
             "`activation` must be the name of an activation of "
             f"`keras.activations`. Received: activation={activation!r}."

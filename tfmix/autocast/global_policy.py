@@ -157,9 +157,17 @@ class policy_scope(contextlib.ContextDecorator):
 
     def _leave(self) -> None:
         global _open
-        scope = self._entered.pop()
-        scope.close()
+        # As a decorator, one object has a scope for each call in each thread.
+        scope = ([*filter(_is_own, self._entered)] or self._entered)[-1]
+        self._entered.remove(scope)
+        # A scope restores the rules that it found. So those that were opened
+        # after this one, and end later, are opened again without it.
+        later = [x for x in _open[_open.index(scope) + 1 :] if _is_own(x)]
+        for each in reversed([scope, *later]):
+            each.close()
         _open = tuple(other for other in _open if other is not scope)
+        for each in later:
+            each.replace(each.policy)
 
 
 def accept(policy: Any) -> keras.DTypePolicy:
@@ -198,10 +206,13 @@ class _Scope:
         self._rules.close()
 
 
+def _is_own(scope: _Scope) -> bool:
+    return scope.thread == threading.get_ident()
+
+
 def _own_scope() -> _Scope | None:
     """Returns the scope that this thread opened last, if one is still open."""
-    own = [x for x in _open if x.thread == threading.get_ident()]
-    return own[-1] if own else None
+    return next(filter(_is_own, reversed(_open)), None)
 
 
 def _lookup() -> keras.DTypePolicy | None:

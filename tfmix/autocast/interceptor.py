@@ -84,6 +84,10 @@ _OPS_IN_16_BIT = {
 }
 
 
+def _recomputed(original: Callable) -> Callable:
+    return recomputation.alike(original, _block_as_now)
+
+
 # These are methods rather than ops.
 _METHODS: dict[replacements.Place, list[Row]] = {
     **dict.fromkeys(penalties.PLACES, [Row(SIXTEEN_BIT, float32_ops.widened)]),
@@ -95,7 +99,7 @@ _METHODS: dict[replacements.Place, list[Row]] = {
         bare_optimizers.PLACES, [Row(SIXTEEN_BIT, bare_optimizers.applying)]
     ),
     layers.ASSIGN: [Row(SIXTEEN_BIT, float32_fallback.assigning_exactly)],
-    **dict.fromkeys(recomputation.PLACES, [Row(_ALWAYS, recomputation.alike)]),
+    **dict.fromkeys(recomputation.PLACES, [Row(_ALWAYS, _recomputed)]),
     **{
         place: [Row(SIXTEEN_BIT, make)]
         for place, make in weight_gradients.METHODS.items()
@@ -162,16 +166,29 @@ def block(rules: Iterable[str]) -> Iterator[None]:
         # The block around this one lasts longer.
         yield
         return
+    with _replacing(wanted), context_values.holding(rules=wanted):
+        yield
+
+
+@contextlib.contextmanager
+def _replacing(rules: frozenset[str]) -> Iterator[None]:
     with _lock:
-        _running[wanted] += 1
+        _running[rules] += 1
         _refresh()
     try:
-        with context_values.holding(rules=wanted):
-            yield
+        yield
     finally:
         with _lock:
-            _running[wanted] -= 1
+            _running[rules] -= 1
             _refresh()
+
+
+def _block_as_now() -> Callable[[], contextlib.AbstractContextManager]:
+    """Returns what replaces the caller's names later, in a copied context.
+
+    The block in which the context was copied may have ended.
+    """
+    return functools.partial(_replacing, of_caller())
 
 
 def of_caller() -> frozenset[str]:

@@ -17,12 +17,14 @@ from tfmix._keras import global_state, gradients
 PLACES = gradients.CUSTOM
 
 
-def alike(original: Callable) -> Callable:
+def alike(original: Callable, block_as_now: Callable) -> Callable:
     """Returns a recorder of custom gradients that keeps the call's settings.
 
     Args:
         original: TensorFlow's recorder. It calls a user's function, which
             returns a result and its gradient function.
+        block_as_now: Function that returns a function, which opens a block with
+            the replacements of now.
     """
 
     @functools.wraps(original)
@@ -30,19 +32,19 @@ def alike(original: Callable) -> Callable:
         @functools.wraps(f)
         def function(*args: Any, **kwargs: Any) -> tuple[Any, Callable]:
             result, gradient = f(*args, **kwargs)
-            return result, _as_now(gradient)
+            return result, _as_now(gradient, block_as_now())
 
         return original(function, args, kwargs)
 
     return record
 
 
-def _as_now(gradient: Callable) -> Callable:
+def _as_now(gradient: Callable, block: Callable) -> Callable:
     """Returns a function that runs with the settings of the current call."""
     state, context = global_state.call_state(), contextvars.copy_context()
 
     def as_called(*args: Any, **kwargs: Any) -> Any:
-        with global_state.as_called(state):
+        with block(), global_state.as_called(state):
             return gradient(*args, **kwargs)
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -71,13 +71,12 @@ def of_model(
         loss = loss if math.isnan(measured) and not bad else measured
     if bad:
         return _of_layer(bad, data, largest)
-    if abs(loss) > largest:
+    if math.isinf(loss):
         reached = _largest(data.get("y"))
-        targets = f", and targets reach {reached:.3g}" if reached else ""
         return Cause(
             "loss",
-            f"the loss is {loss:.3g}, where float16 ends at {largest:g}"
-            f"{targets}; standardise them: y = (y - y.mean()) / y.std()",
+            f"the loss is infinite, and targets reach {reached:.3g}; "
+            "standardise them: y = (y - y.mean()) / y.std()",
         )
     unread = "" if data else "look for rows of the data that are not finite; "
     worst = max(overflowed, key=overflowed.__getitem__, default="")

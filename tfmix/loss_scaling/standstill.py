@@ -172,7 +172,7 @@ def _most_often(counts: Mapping[str, int]) -> str:
 _ADVICE = """What to change, most likely first:
   - if the loss is not finite: rows with NaN, infinity or, in float16, numbers
     beyond 65504 in the data; drop or fix them;
-  - if it is finite and large, as with targets of 5e4: standardise the targets,
+  - if it is infinite, as with targets of 1e38: standardise the targets,
     y = (y - y.mean()) / y.std();
   - keep the layer named first in float32: Layer(..., dtype="float32"), and
     end the model in tfmix.float32_output(...);
