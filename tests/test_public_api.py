@@ -105,3 +105,7 @@ def test_the_version_is_written_in_one_place():
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("tfmix is not installed, it is run from the checkout")
     assert installed == tfmix.__version__
+
+
+def test_the_package_is_marked_as_typed():
+    assert (ROOT / "tfmix" / "py.typed").is_file()

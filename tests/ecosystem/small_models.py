@@ -76,7 +76,7 @@ def image_and_response(random):
     return {**tokens(random), "images": picture, "response_mask": mask}
 
 
-def placed(random):
+def with_positions(random):
     return {**tokens(random), "position_ids": np.tile(np.arange(8), (2, 1))}
 
 
@@ -104,7 +104,7 @@ BACKBONES = {
         image_and_text: "CLIP SigLIP",
         image_and_response: "PaliGemma",
         sound: "Moonshine",
-        placed: "Gemma4",
+        with_positions: "Gemma4",
         chunks: "RWKV7",
     }.items()
     for name in names.split()

@@ -99,6 +99,7 @@ def test_the_name_of_a_driver_is_known(given, name):
 def test_another_name_is_refused_with_the_closest(given, near):
     with pytest.raises(ValueError, match="`target` must be one of") as caught:
         targets.find(given)
+    assert f"target={given!r}" in str(caught.value)
     assert near is None or str(caught.value).endswith(f"Did you mean {near!r}?")
     with pytest.raises(TypeError, match="target=200 of type int"):
         targets.find(200)
