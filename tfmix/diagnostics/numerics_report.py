@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import io
 import json
 import math
 import os
@@ -137,8 +138,10 @@ class NumericsReport(_tables.Printed):
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Writes one HTML file with the tables and the figure to `path`."""
         try:
-            picture = base64.b64encode(self.plot()._repr_png_()).decode()
-            picture = f"data:image/png;base64,{picture}"
+            written = io.BytesIO()
+            self.plot().savefig(written, format="png", dpi=110)
+            data = base64.b64encode(written.getvalue()).decode()
+            picture = f"data:image/png;base64,{data}"
         except ImportError:
             # Without matplotlib the page has no picture. The table holds the
             # same numbers.
