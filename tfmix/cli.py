@@ -15,7 +15,7 @@ import runpy
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 EXIT_CODES = """\
 exit codes:
@@ -64,10 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     if options.name == "compile":  # it runs nothing on a GPU or a TPU
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    with _loading(), startup_log_held_back():
+    with startup_log_held_back() as stderr:
         from rich import console
 
-        from tfmix import commands
+        # The backend takes seconds to load.
+        terminal = console.Console(file=stderr, quiet=not stderr.isatty())
+        with terminal.status("Loading Keras and its backend"):
+            from tfmix import commands
 
     outcome = getattr(commands, f"run_{options.name}")(options)
     if options.json:
@@ -118,41 +121,27 @@ def _launch(options: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _loading() -> Iterator[None]:
-    """Shows on a terminal that TensorFlow or JAX is loading, for seconds."""
-    from rich import console
-
-    # This stream stays open while the log is held back.
-    with os.fdopen(os.dup(2), "w") as stderr:
-        terminal = console.Console(file=stderr)
-        terminal.quiet = not stderr.isatty()
-        with terminal.status("Loading Keras and its backend"):
-            yield
-
-
-@contextlib.contextmanager
-def startup_log_held_back(only_of: str = "") -> Iterator[None]:
+def startup_log_held_back(only_of: str = "") -> Iterator[TextIO]:
     """Holds back TensorFlow's startup log, unless it fails to start.
 
     Its libraries write past Python, in part at any log level. `only_of` limits
-    this to one start in the process.
+    this to one start in the process. It yields a stream to stderr that stays
+    open.
     """
     if only_of and sys.orig_argv[1:3] != only_of.split()[1:3]:
-        yield
+        yield sys.stderr
         return
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    stderr = os.dup(2)
-    with tempfile.TemporaryFile() as said:
-        os.dup2(said.fileno(), 2)
+    with tempfile.TemporaryFile() as log, os.fdopen(os.dup(2), "w") as stderr:
+        os.dup2(log.fileno(), 2)
         try:
-            yield
+            yield stderr
         except BaseException:
-            said.seek(0)
-            os.write(stderr, said.read())
+            log.seek(0)
+            os.write(stderr.fileno(), log.read())
             raise
         finally:
-            os.dup2(stderr, 2)
-            os.close(stderr)
+            os.dup2(stderr.fileno(), 2)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -10,7 +10,6 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras import tree
 from rich import console, markup, text
 
 from tfmix import _messages, demo
@@ -49,11 +48,16 @@ def run_check(options: argparse.Namespace) -> Outcome:
     """Checks a saved model in 16 bit on a batch from a file."""
     if options.html:
         _check_folder(options.html)
-    x, y = read_batch(options.data, options.rows)
+    x, y, total = read_batch(options.data, options.rows)
     # A given loss replaces the compiled one, which need not load then.
     model = load_model(options.model, compiled=options.loss is None)
     x = arranged(x, model)
-    notes = _said_of_rows(x, options.rows)
+    notes = []
+    if total > options.rows:
+        notes.append(
+            f"The first {options.rows} rows of the file were checked; see "
+            "--rows."
+        )
     if y is not None and not (options.loss or getattr(model, "loss", None)):
         y = None
         notes.append(
@@ -87,12 +91,6 @@ def run_check(options: argparse.Namespace) -> Outcome:
     report = dataclasses.replace(report, verbose=options.verbose)
     text = console.Group(report, *map(markup.escape, notes))
     return Outcome(text, data, report.healthy)
-
-
-def _said_of_rows(x: Any, most: int) -> list[str]:
-    if len(tree.flatten(x)[0]) < most:
-        return []
-    return [f"The first {most} rows of the file were checked; see --rows."]
 
 
 def run_advise(options: argparse.Namespace) -> Outcome:
@@ -153,16 +151,16 @@ def run_convert(options: argparse.Namespace) -> Outcome:
         # Its messages are part of its report, which is printed.
         report = convert.apply_policy(model, options.policy)
     model.save(target)
-    said = [devices().auto()] if options.policy == "auto" else []
+    auto = [devices().auto()] if options.policy == "auto" else []
     data = {
         "policy": options.policy,
         "target": str(target),
         "rows": [dataclasses.asdict(row) for row in report.rows],
-        "notes": [*said, *report.notes],
+        "notes": [*auto, *report.notes],
     }
     # A wrapped path cannot be copied.
     written = text.Text(f"written: {target}", no_wrap=True, overflow="ignore")
-    notes = map(markup.escape, said)
+    notes = map(markup.escape, auto)
     return Outcome(console.Group(report, *notes, written), data)
 
 
@@ -215,8 +213,11 @@ def _check_folder(path: pathlib.Path) -> None:
         )
 
 
-def read_batch(path: pathlib.Path, rows: int) -> tuple[Any, Any]:
-    """Reads `x`, or inputs by name, and `y` from `.npz`, `x` from `.npy`."""
+def read_batch(path: pathlib.Path, rows: int) -> tuple[Any, Any, int]:
+    """Reads `x`, or inputs by name, and `y` from `.npz`, `x` from `.npy`.
+
+    It returns the first rows of each, and the number of rows in the file.
+    """
     if rows < 1:
         raise ValueError(f"`rows` must be at least 1. Received: rows={rows!r}.")
     _check_file(
@@ -225,8 +226,10 @@ def read_batch(path: pathlib.Path, rows: int) -> tuple[Any, Any]:
     try:
         loaded = np.load(path, allow_pickle=False)
         if isinstance(loaded, np.ndarray):
-            return loaded[:rows], None
-        arrays = {name: loaded[name][:rows] for name in loaded.files}
+            return loaded[:rows], None, len(loaded)
+        whole = {name: loaded[name] for name in loaded.files}
+        total = max(map(len, whole.values()), default=0)
+        arrays = {name: array[:rows] for name, array in whole.items()}
     except Exception as error:
         # NumPy passes on errors of zipfile and zlib for a broken file.
         raise ValueError(
@@ -238,7 +241,7 @@ def read_batch(path: pathlib.Path, rows: int) -> tuple[Any, Any]:
             f"{str(path)!r} holds no inputs. Received the arrays: "
             f"{loaded.files!r}. Save them as `x`, or by the inputs' names."
         )
-    return arrays.get("x", arrays), y
+    return arrays.get("x", arrays), y, total
 
 
 def arranged(x: Any, model: keras.Model) -> Any:
