@@ -53,8 +53,7 @@ def blocks(leaf: Any) -> Iterator[tuple[int, np.ndarray]]:
     A block is a table: its other axes are flattened.
     """
     # A sparse tensor of TensorFlow cannot be sliced by rows.
-    is_array = isinstance(leaf, np.ndarray) or ops.is_tensor(leaf)
-    if not (is_array and hasattr(leaf, "__getitem__")):
+    if not (is_array(leaf) and hasattr(leaf, "__getitem__")):
         return
     dtype = keras.backend.standardize_dtype(leaf.dtype)
     if not keras.backend.is_float_dtype(dtype) or not len(leaf.shape):
@@ -66,6 +65,11 @@ def blocks(leaf: Any) -> Iterator[tuple[int, np.ndarray]]:
         with np.errstate(over="ignore"):
             block = block.astype("float32", copy=False)
         yield start, block.reshape(len(block), -1)
+
+
+def is_array(leaf: Any) -> bool:
+    """Returns whether something is an array or a tensor."""
+    return isinstance(leaf, np.ndarray) or bool(ops.is_tensor(leaf))
 
 
 def beyond(what: str, largest: float, name: str, end: float) -> str:

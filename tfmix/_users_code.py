@@ -44,10 +44,8 @@ def warn(text: str) -> None:
     frame: types.FrameType | None = sys._getframe()
     while frame and in_library(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
-    file, line = ("?", 0) if frame is None else _place(frame)
+    file, line = "?", 0
+    if frame:
+        file, line = frame.f_code.co_filename, frame.f_lineno
     place = os.path.basename(file), line
     _messages.warn_once("%s (%s:%d)", text, *place, about=(file, line, text))
-
-
-def _place(frame: types.FrameType) -> tuple[str, int]:
-    return frame.f_code.co_filename, frame.f_lineno

@@ -54,10 +54,8 @@ def optimizer_of(model: keras.Model) -> keras.optimizers.Optimizer | None:
 def take(model: keras.Model) -> Handover | None:
     """Saves the state of a model's optimizer, before variables are cast."""
     optimizer = optimizer_of(model)
-    workers, masters = (
-        optimizers.unwrapped(optimizer),
-        sixteen_bit_optimizer.owner(optimizer),
-    )
+    workers = optimizers.unwrapped(optimizer)
+    masters = sixteen_bit_optimizer.owner(optimizer)
     if not workers or not workers[0].built:
         return None
     # A wrapper around them may not be built yet.

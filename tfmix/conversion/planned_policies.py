@@ -142,7 +142,7 @@ class _Planner:
             return Step(layer, layer.dtype_policy, own)
         if inherited is not None:
             return Step(layer, inherited.policy, inherited.why)
-        if why := self._why_float32(layer) or self._fell_back(layer):
+        if why := self._why_float32(layer):
             return Step(layer, keras.DTypePolicy("float32"), why)
         target = self._target(layer)
         return Step(layer, target, f"computes in {target.compute_dtype}")
@@ -184,14 +184,15 @@ class _Planner:
             return why
         if self._rules.outside_white_list(type(layer)):
             return "level O1: no matmul"
-        if self._rules.level == "O3" and id(layer) not in self._heads:
-            return None
-        if getattr(layer, "activation", None) is keras.activations.softmax:
+        is_head = id(layer) in self._heads
+        is_softmax = (
+            getattr(layer, "activation", None) is keras.activations.softmax
+        )
+        if is_softmax and (is_head or self._rules.level != "O3"):
             return "a softmax head: in 16 bit it loses small probabilities"
-        return "the model's output" if id(layer) in self._heads else None
-
-    def _fell_back(self, layer: keras.Layer) -> str:
-        return "" if self._is_float32 else float32_fallback.reason(layer)
+        if is_head:
+            return "the model's output"
+        return float32_fallback.reason(layer)
 
     def _ruled(self, layer: keras.Layer) -> str | None:
         path = layer_policies.path_of(layer)

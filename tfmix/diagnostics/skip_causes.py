@@ -116,12 +116,8 @@ def arrays(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: nest
         for name, nest in arguments.items()
-        if nest is not None and all(map(_is_array, tree.flatten(nest)))
+        if nest is not None and all(map(_bad_rows.is_array, tree.flatten(nest)))
     }
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, np.ndarray) or ops.is_tensor(leaf)
 
 
 def _largest(nest: Any) -> float:
