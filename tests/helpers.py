@@ -1,11 +1,14 @@
 """Shared by tests: tolerances, lists of optimizers, comparisons."""
 
 import functools
+import pathlib
+import tempfile
 
 import keras
 import numpy as np
 import pytest
 
+ON_JAX = keras.backend.backend() == "jax"
 # Results in a dtype are compared with its tolerance. The unit is the format's
 # epsilon, and the factor is the number of roundings that may differ.
 TOLERANCES = {
@@ -78,6 +81,40 @@ def requires_backend(name):
         current != name,
         reason=f"needs KERAS_BACKEND={name}, which is {current}",
     )
+
+
+def with_gradients(function, *tensors, upstream=None):
+    """Returns a function's result, and its gradients by its arguments.
+
+    Without the gradient `upstream`, they are those of the result's sum.
+    """
+    tensors = [keras.ops.convert_to_tensor(each) for each in tensors]
+    if ON_JAX:
+        import jax
+
+        found, back = jax.vjp(function, *tensors)
+        if upstream is None:
+            upstream = keras.ops.ones_like(found)
+        return found, *back(upstream)
+    import tensorflow as tf
+
+    with tf.GradientTape() as tape:
+        tape.watch(tensors)
+        found = function(*tensors)
+    return found, *tape.gradient(found, tensors, upstream)
+
+
+def dtype_of(tensor):
+    """Returns the name of a tensor's dtype."""
+    return keras.backend.standardize_dtype(tensor.dtype)
+
+
+def reloaded(model, **settings):
+    """Saves a model in a file, and loads it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "model.keras")
+        model.save(path)
+        return keras.saving.load_model(path, **settings)
 
 
 def takes_scaled_gradients(optimizer):

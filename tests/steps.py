@@ -10,6 +10,19 @@ MODES = {
 }[keras.backend.backend()]
 
 
+def compiled(function, mode):
+    """Returns a function of tensors as a mode runs it."""
+    if mode == "eager":
+        return function
+    if keras.backend.backend() == "jax":
+        import jax
+
+        return jax.jit(function)
+    import tensorflow as tf
+
+    return tf.function(function, jit_compile=mode == "xla", autograph=False)
+
+
 def variables():
     """Returns two model variables with known values."""
     kernel = np.linspace(-1.0, 1.0, 6, dtype="float32").reshape(3, 2)
@@ -68,3 +81,11 @@ def _jax_stepper(optimizer, model_variables, mode):
             variable.assign(value)
 
     return step
+
+
+def settings(mode):
+    """Returns the arguments of `compile` with which a model runs in a mode."""
+    return {
+        "run_eagerly": mode == "eager",
+        "jit_compile": mode in ("xla", "jit"),
+    }

@@ -1,10 +1,5 @@
 """`compile` wraps the optimizer a 16-bit model needs, and no other."""
 
-import copy
-import pathlib
-import pickle
-import tempfile
-
 import keras
 import numpy as np
 import pytest
@@ -14,17 +9,19 @@ import tfmix
 from tests import helpers
 from tfmix.autocast import interceptor
 from tfmix.autocast import model as mixed_model
-from tfmix.policy import layer_dtypes
 
 X = np.random.default_rng(3).normal(size=(16, 3)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
 
 
-def sequential(dtype=None):
+def sequential(dtype=None, kind=keras.Sequential):
     last = layers.Dense(1, dtype="float32")
-    return keras.Sequential(
-        [keras.Input((3,)), layers.Dense(4, dtype=dtype), last]
-    )
+    return kind([keras.Input((3,)), layers.Dense(4, dtype=dtype), last])
+
+
+class CallsItself(keras.Sequential):
+    def call(self, inputs, **kwargs):
+        return 2.0 * super().call(inputs, **kwargs)
 
 
 class Subclassed(keras.Model):
@@ -61,58 +58,64 @@ class KeepsItsOptimizersElsewhere(Subclassed):
         self.first, self.second = first, second
 
 
-def under(policy, make=sequential, optimizer="adam", *more, **settings):
-    """Compiles a model under a global policy."""
-    tfmix.set_global_policy(policy)
-    model = make()
+def compiled(model, optimizer="adam", *more, **settings):
     model.compile(optimizer, *more, loss="mse", **settings)
     return model
 
 
-def after(policy, make=sequential, optimizer="adam", *more, **settings):
-    """Compiles a model of a scope, outside of it."""
-    with tfmix.policy_scope(policy):
-        model = make()
-    return under("float32", lambda: model, optimizer, *more, **settings)
+def under(policy, make=sequential, *optimizer, **settings):
+    """Makes and compiles a model under a global policy."""
+    tfmix.set_global_policy(policy)
+    return compiled(make(), *optimizer, **settings)
 
 
-def before(policy, dtype=None):
+def before(policy, model, *optimizer, **settings):
     """Compiles a model that was made before the policy was set."""
-    model = sequential(dtype)
-    return under(policy, lambda: model)
+    tfmix.set_global_policy(policy)
+    return compiled(model, *optimizer, **settings)
 
 
-def of_kerass_policy():
-    keras.config.set_dtype_policy("mixed_float16")
-    model = sequential()
-    return under("mixed_bfloat16", lambda: model)
+def in_scope(make=sequential, policy="mixed_float16"):
+    with tfmix.policy_scope(policy):
+        return make()
+
+
+def after(policy, make=sequential, *optimizer, **settings):
+    """Compiles a model of a scope, outside of it."""
+    model = in_scope(make, policy)
+    return before("float32", model, *optimizer, **settings)
+
+
+def copy_without_watch():
+    model = in_scope()
+    tfmix.set_global_policy("float32")
+    return keras.models.clone_model(model)
+
+
+def trained(model):
+    model.train_on_batch(X, Y)
+    return model
+
+
+def by_keras():
+    keras.config.set_dtype_policy(F16)
+    return sequential()
 
 
 def of_a_map():
-    entry = {"dense": keras.DTypePolicy("mixed_float16")}
-    policy = keras.dtype_policies.DTypePolicyMap(
-        keras.DTypePolicy("mixed_float16"), entry
-    )
-    return after(policy)
+    entry = {"dense": keras.DTypePolicy(F16)}
+    return keras.dtype_policies.DTypePolicyMap(keras.DTypePolicy(F16), entry)
 
 
-def of_a_multi_optimizer():
+def several():
     parts = optimizers.OptimizerMap(
         optimizers.SGD(), {".*/bias": optimizers.Adam()}
     )
-    many = optimizers.MultiOptimizer(parts)
-    return under("mixed_float16", optimizer=many)
+    return optimizers.MultiOptimizer(parts)
 
 
-def a_copy_under_float32():
-    model = of_a_scope()
-    return under("float32", lambda: keras.models.clone_model(model))
-
-
-def compiled_again():
-    model = after(F16)
-    model.compile("adam", "mse", auto_scale_loss=False)
-    return model
+def kerass():
+    return optimizers.LossScaleOptimizer(optimizers.SGD())
 
 
 def described(optimizer):
@@ -131,12 +134,10 @@ def described(optimizer):
 def skips(model):
     """Returns whether a step on NaN leaves the weights; trains a step, too."""
     model.run_eagerly = True
-    model.train_on_batch(X, Y)
-    weights = model.get_weights()
+    weights = trained(model).get_weights()
     model.train_on_batch(np.full_like(X, np.nan), Y)
     left = all(map(np.array_equal, model.get_weights(), weights))
-    model.train_on_batch(X, Y)
-    assert np.isfinite(model.get_weights()[0]).all() == left
+    assert np.isfinite(trained(model).get_weights()[0]).all() == left
     return left
 
 
@@ -144,124 +145,87 @@ F16, BF16 = "mixed_float16", "mixed_bfloat16"
 SCALED, CHECKED = "Dynamic 32768 Adam", "No 1 Adam"
 MASTERS = "Dynamic 32768 MasterWeightOptimizer(Adam)"
 MASTERS_CHECKED = "No 1 MasterWeightOptimizer(Adam)"
-KERASS = "LossScaleOptimizer(SGD)"
-# The values say how a model is compiled, what it then has, and whether it
-# skips bad steps.
+# The values say what the expression has compiled, and whether that skips bad
+# steps.
 GIVEN = {
-    "mixed_float16": (lambda: under(F16), SCALED, True),
-    "O1": (lambda: under("O1"), SCALED, True),
-    "O2": (lambda: under("O2"), SCALED, True),
-    "float16": (lambda: under("float16"), MASTERS, True),
-    "bfloat16": (lambda: under("bfloat16"), MASTERS_CHECKED, True),
-    "O3": (lambda: under("O3"), MASTERS_CHECKED, True),
-    "mixed_bfloat16": (lambda: under(BF16), CHECKED, True),
-    "float32": (lambda: under("float32"), "Adam", False),
-    "subclassed": (lambda: under(F16, Subclassed), SCALED, True),
-    "subclassed, bfloat16": (lambda: under(BF16, Subclassed), CHECKED, True),
-    "after a scope": (lambda: after(F16), SCALED, True),
-    "subclassed, after a scope": (lambda: after(F16, Subclassed), SCALED, True),
-    "a policy map": (of_a_map, SCALED, True),
-    "one float16 layer under bfloat16": (
-        lambda: under(BF16, lambda: sequential(F16)),
-        SCALED,
-        True,
-    ),
-    "made under Keras's policy": (of_kerass_policy, SCALED, True),
-    "made before the policy": (lambda: before(F16), "Adam", False),
-    "float32 before the policy": (lambda: before(F16, "float32"), "Adam", 0),
-    "float32 under the policy": (
-        lambda: under(F16, lambda: sequential("float32")),
-        "Adam",
-        False,
-    ),
-    "auto_scale_loss=False": (
-        lambda: under(F16, auto_scale_loss=False),
-        "Adam",
-        True,
-    ),
-    "auto_scale_loss=False, float16": (
-        lambda: under("float16", auto_scale_loss=False),
-        "Adam",
-        True,
-    ),
-    "compiled again": (compiled_again, "Adam", True),
-    "a copy under float32": (a_copy_under_float32, "Adam", False),
-    "a fixed factor": (
-        lambda: under(F16, optimizer=optimizers.SGD(loss_scale_factor=64.0)),
+    "under(F16)": (SCALED, True),
+    "under('O1')": (SCALED, True),
+    "under('O2')": (SCALED, True),
+    "under('float16')": (MASTERS, True),
+    "under('bfloat16')": (MASTERS_CHECKED, True),
+    "under('O3')": (MASTERS_CHECKED, True),
+    "under(BF16)": (CHECKED, True),
+    "under('float32')": ("Adam", False),
+    "under(F16, Subclassed)": (SCALED, True),
+    "under(BF16, Subclassed)": (CHECKED, True),
+    "after(F16)": (SCALED, True),
+    "after(F16, Subclassed)": (SCALED, True),
+    "after(of_a_map())": (SCALED, True),
+    "under(BF16, lambda: sequential(F16))": (SCALED, True),
+    "under(F16, lambda: sequential('float32'))": ("Adam", False),
+    "under(F16, lambda: sequential('float32', CallsItself))": (SCALED, True),
+    "before(BF16, by_keras())": (SCALED, True),
+    # Nothing watches `compile` after "float32" was set.
+    "under('float32', by_keras)": ("LossScaleOptimizer(Adam)", True),
+    "before(F16, sequential())": ("Adam", False),
+    "before(F16, sequential('float32'))": ("Adam", False),
+    "under(F16, auto_scale_loss=False)": ("Adam", True),
+    "under('float16', auto_scale_loss=False)": ("Adam", True),
+    "compiled(after(F16), auto_scale_loss=False)": ("Adam", True),
+    # Keras compiles alone after "float32" was set, so a copy has no record.
+    "compiled(copy_without_watch())": ("Adam", False),
+    "helpers.reloaded(trained(under('float32')))": ("Adam", False),
+    "under(F16, sequential, optimizers.SGD(loss_scale_factor=64.0))": (
         "Fixed 64 SGD",
         True,
     ),
-    "the user's scale": (
-        lambda: under(F16, optimizer=tfmix.LossScaleOptimizer("sgd", 8.0)),
+    "under(F16, sequential, tfmix.LossScaleOptimizer('sgd', 8.0))": (
         "Dynamic 8 SGD",
         True,
     ),
-    "the user's scale without masters": (
-        lambda: under("float16", optimizer=tfmix.LossScaleOptimizer("adam")),
+    "under('float16', sequential, tfmix.LossScaleOptimizer('adam'))": (
         MASTERS,
         True,
     ),
-    "Keras's scale": (
-        lambda: under(
-            F16, optimizer=optimizers.LossScaleOptimizer(optimizers.SGD())
-        ),
-        KERASS,
-        True,
-    ),
-    "compile with arguments of its own": (
-        lambda: after(F16, HasItsOwnArguments, "adam", 3),
-        SCALED,
-        True,
-    ),
-    "compile in the constructor": (
-        lambda: after(F16, CompilesItself, "auto"),
-        SCALED,
-        True,
-    ),
+    "under(F16, sequential, kerass())": ("LossScaleOptimizer(SGD)", True),
+    "after(F16, HasItsOwnArguments, 'adam', 3)": (SCALED, True),
+    "after(F16, CompilesItself, 'auto')": (SCALED, True),
     # `super().compile()` creates RMSprop by itself.
-    "optimizers elsewhere": (
-        lambda: after(
-            F16, KeepsItsOptimizersElsewhere, optimizers.SGD(), "adam"
-        ),
+    "after(F16, KeepsItsOptimizersElsewhere, optimizers.SGD(), 'adam')": (
         "Dynamic 32768 RMSprop",
         True,
     ),
-    "several optimizers": (
-        of_a_multi_optimizer,
+    "under(F16, sequential, several())": (
         "Dynamic 32768 MultiOptimizer",
         True,
     ),
 }
+if not hasattr(optimizers, "MultiOptimizer"):
+    del GIVEN["under(F16, sequential, several())"]
 
 
 @pytest.mark.every_case("each row is a behaviour of its own")
-@pytest.mark.parametrize("how", GIVEN)
-def test_what_compile_gives(how):
-    if how == "several optimizers" and not hasattr(
-        optimizers, "MultiOptimizer"
-    ):
-        pytest.skip("needs keras.optimizers.MultiOptimizer")
-    make, expected, skipping = GIVEN[how]
-    model = make()
-    assert described(model.optimizer) == expected
+@pytest.mark.parametrize("code", GIVEN)
+def test_compile_gives_the_optimizer_of_the_row(code):
+    model = eval(code)
+    assert (described(model.optimizer), skips(model)) == GIVEN[code]
     assert "compile" not in vars(keras.Sequential)
-    assert skips(model) == skipping
 
 
 def test_the_users_own_objects_stay():
     own, adam = tfmix.LossScaleOptimizer("sgd"), optimizers.Adam()
-    assert under("float16", optimizer=own).optimizer is own
-    model = under("float16", optimizer=adam)
+    assert under("float16", sequential, own).optimizer is own
+    model = under("float16", sequential, adam)
     assert model.optimizer.inner_optimizer.inner_optimizer is adam
     model = under(F16, KeepsItsOptimizersElsewhere, adam, own)
     assert (model.first, model.second) == (adam, own)
     # Keras would divide by the factor once more.
     fixed = optimizers.SGD(loss_scale_factor=64.0)
-    assert under(F16, optimizer=fixed).optimizer.inner_optimizer is fixed
+    assert under(F16, sequential, fixed).optimizer.inner_optimizer is fixed
     assert fixed.loss_scale_factor is None
 
 
-def test_a_wrong_argument_is_kerass_own_error():
+def test_a_wrong_argument_raises_kerass_error():
     with pytest.raises(TypeError, match="no_such_argument"):
         after(F16, no_such_argument=1)
 
@@ -272,18 +236,20 @@ def test_a_loss_scale_around_another_is_refused(policy, auto):
     inner = tfmix.LossScaleOptimizer(optimizers.SGD(0.1))
     both = optimizers.LossScaleOptimizer(inner)
     with pytest.raises(ValueError, match=r"`compile\(optimizer.inner_opt"):
-        under(policy, optimizer=both, auto_scale_loss=auto)
-    model = under(policy, optimizer=inner, auto_scale_loss=auto)
+        under(policy, sequential, both, auto_scale_loss=auto)
+    model = under(policy, sequential, inner, auto_scale_loss=auto)
     assert skips(model)
 
 
 def test_masters_that_cannot_be_added_are_requested():
     built = tfmix.LossScaleOptimizer("sgd")
     built.build([keras.Variable([1.0])])
-    kerass = optimizers.LossScaleOptimizer(optimizers.SGD())
-    for optimizer, state in ((built, "built already"), (kerass, "Keras's own")):
+    for optimizer, state in (
+        (built, "built already"),
+        (kerass(), "Keras's own"),
+    ):
         with pytest.raises(ValueError, match=f"{state}.*MasterWeightOptimizer"):
-            under("bfloat16", optimizer=optimizer)
+            under("bfloat16", sequential, optimizer)
 
 
 def test_scale_settings_that_the_user_did_not_give_are_not_saved():
@@ -298,7 +264,7 @@ def test_scale_settings_that_the_user_did_not_give_are_not_saved():
 @pytest.mark.parametrize("kind", [sequential, Subclassed])
 @pytest.mark.parametrize("scaled", [True, False])
 def test_a_model_made_before_the_policy_is_the_only_one_that_warns(
-    kind, scaled, caplog
+    kind, scaled, said
 ):
     model = kind()
     tfmix.set_global_policy(F16)
@@ -308,22 +274,18 @@ def test_a_model_made_before_the_policy_is_the_only_one_that_warns(
     with tfmix.policy_scope("float32"):
         sequential().compile("adam", "mse")
     sequential().compile(tfmix.LossScaleOptimizer("adam", 8.0), "mse")
-    assert not of_tfmix(caplog)
+    assert not said
     model.compile(tfmix.LossScaleOptimizer("adam") if scaled else "adam", "mse")
     model.fit(X, Y, verbose=0)
-    (text,) = of_tfmix(caplog)
+    (text,) = said
     assert "no layer of the model computes in 16 bit" in text
     assert "tfmix.apply_policy(model, 'mixed_float16')" in text
 
 
-def test_kerass_own_loss_scale_is_named_with_what_to_write(caplog):
-    GIVEN["Keras's scale"][0]()
-    (text,) = of_tfmix(caplog)
+def test_kerass_own_loss_scale_is_named_with_what_to_write(said):
+    under(F16, sequential, kerass())
+    (text,) = said
     assert "Compile with tfmix.LossScaleOptimizer(optimizer." in text
-
-
-def of_tfmix(caplog):
-    return [text for text in caplog.messages if text.startswith("tfmix: ")]
 
 
 def test_rules_hold_for_a_users_own_compile_and_not_for_kerass():
@@ -347,18 +309,17 @@ def test_rules_hold_for_a_users_own_compile_and_not_for_kerass():
 
 
 @helpers.requires_backend("tensorflow")
-def test_a_step_runs_under_the_rules_of_the_last_policy_only(monkeypatch):
+def test_a_step_runs_under_the_rules_of_the_last_policy_only():
     seen = []
-    model = sequential()
-    step = type(model).train_step
 
-    def spying(self, data):
-        seen.append({"tanh", "sum"} & interceptor.of_caller())
-        return step(self, data)
+    class Model(Subclassed):
+        def train_step(self, data):
+            seen.append({"tanh", "sum"} & interceptor.of_caller())
+            return super().train_step(data)
 
-    monkeypatch.setattr(type(model), "train_step", spying)
+    model = Model()
     for name in ("tanh", "sum"):
-        policy = tfmix.Policy("mixed_float16", float32_ops=[name])
+        policy = tfmix.Policy(F16, float32_ops=[name])
         mixed_model.set_policy(model, policy)
         model.compile("sgd", "mse", run_eagerly=True)
         model.train_on_batch(X, Y)
@@ -366,138 +327,50 @@ def test_a_step_runs_under_the_rules_of_the_last_policy_only(monkeypatch):
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("policy", ["bfloat16", "float16"])
-def test_masters_inside_a_users_scale_keep_updates_too_small_for_16_bit(policy):
-    def loss_after(policy, optimizer):
-        rng = np.random.default_rng(5)
-        model = under(policy, optimizer=optimizer)
-        model.set_weights([rng.normal(size=w.shape) for w in model.weights])
-        for _ in range(40):
-            model.train_on_batch(X, Y)
-        return model.evaluate(X, Y, verbose=0)
-
-    own = tfmix.LossScaleOptimizer(optimizers.SGD(3e-3))
-    found = loss_after(policy, own)
-    expected = loss_after("float32", optimizers.SGD(3e-3))
-    start = loss_after("float32", optimizers.SGD(0.0))
-    assert abs(found - expected) < 0.1 * (start - expected)
-
-
-def converted():
-    model = sequential()
-    tfmix.apply_policy(model, F16)
-    return model
-
-
-def of_a_scope():
-    with tfmix.policy_scope(F16):
-        return sequential()
-
-
-def saved_and_loaded(model):
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder, "model.keras")
-        model.save(path)
-        return keras.saving.load_model(path)
-
-
-def around(model):
-    inputs = keras.Input((3,))
-    return keras.Model(inputs, model(inputs))
-
-
-def around_a_layer(model):
-    features = model.layers[0].output
-    last = layers.Dense(1, dtype="float32")
-    return keras.Model(model.inputs[0], last(features))
-
-
-MADE_FROM_ANOTHER = {
-    "wrapped": around,
-    "features": around_a_layer,
-    "cloned": keras.models.clone_model,
-    "loaded": saved_and_loaded,
-    "pickled": lambda model: pickle.loads(pickle.dumps(model)),
-    "deepcopied": copy.deepcopy,
-}
-
-
-@pytest.mark.parametrize("how", MADE_FROM_ANOTHER)
-@pytest.mark.parametrize("source", [converted, of_a_scope])
-def test_models_made_from_a_float16_model_are_scaled_and_guarded(source, how):
-    model = MADE_FROM_ANOTHER[how](source())
-    # Unscaled, the loss is far below float16's range.
-    model.compile("sgd", lambda y, x: 1e-9 * keras.ops.abs(y - x))
-    model.optimizer.learning_rate = 1e9
-    assert described(model.optimizer) == "Dynamic 32768 SGD"
-    start = model.get_weights()
-    assert skips(model)
-    moved = zip(model.get_weights(), start, strict=True)
-    assert any((a != b).any() for a, b in moved)
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("policy", [F16, BF16, "float32"])
-def test_a_loaded_model_continues_bit_for_bit_under_any_policy(policy):
-    model = under(F16)
+@pytest.mark.parametrize(
+    ("made_under", "scaled", "loaded_under"),
+    [
+        *((F16, True, policy) for policy in (F16, BF16, "float32")),
+        *((policy, False, F16) for policy in (F16, "float16", "float32")),
+    ],
+)
+def test_a_loaded_model_continues_bit_for_bit_under_any_policy(
+    made_under, scaled, loaded_under
+):
+    model = under(made_under, auto_scale_loss=scaled)
     model.fit(X, Y, verbose=0)
-    # A new process, in which no policy was set, starts like this.
-    tfmix.set_global_policy(policy)
-    loaded = saved_and_loaded(model)
-    assert described(loaded.optimizer) == SCALED
-    assert loaded.layers[0].compute_dtype == "float16"
+    # A new process, in which no policy was set, starts with "float32".
+    tfmix.set_global_policy(loaded_under)
+    loaded = helpers.reloaded(model)
+    assert described(loaded.optimizer) == (SCALED if scaled else "Adam")
+    for one, other in zip(loaded.layers, model.layers, strict=True):
+        assert one.compute_dtype == other.compute_dtype
     for _ in range(2):
-        for found, expected in zip(
+        helpers.assert_unchanged(
             [*loaded.variables, *loaded.optimizer.variables],
-            [*model.variables, *model.optimizer.variables],
-            strict=True,
-        ):
-            np.testing.assert_array_equal(found, expected)
+            helpers.snapshot([*model.variables, *model.optimizer.variables]),
+        )
         for each in (model, loaded):
             each.fit(X, Y, epochs=2, verbose=0, shuffle=False)
-    assert skips(loaded)
+    assert skips(loaded) == (made_under != "float32")
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("policy", [F16, "float16", "float32"])
-def test_a_plain_optimizer_is_loaded_as_one_under_a_float16_policy(policy):
-    model = under(policy, auto_scale_loss=False)
-    model.fit(X, Y, verbose=0)
-    dtypes = [layer.compute_dtype for layer in model.layers]
-    tfmix.set_global_policy(F16)
-    loaded = saved_and_loaded(model)
-    assert described(loaded.optimizer) == "Adam"
-    assert [layer.compute_dtype for layer in loaded.layers] == dtypes
-    assert int(loaded.optimizer.iterations) == 1
-
-
-@pytest.mark.costly
-def test_a_layer_made_outside_falls_back_where_its_code_needs_it(caplog):
+def test_a_layer_made_outside_falls_back_where_its_code_needs_it(said):
     class Holds(layers.Layer):
         def call(self, x):
             if "float32" not in str(x.dtype):
                 raise TypeError("16 bit")
             return x
 
-    of_a_scope()
+    with tfmix.policy_scope(F16):
+        pass
     model = keras.Sequential([layers.Dense(1), Holds()])
     for layer in model.layers:
         layer.dtype_policy = F16
     model.compile("sgd", "mse")
     model.fit(X, Y, verbose=0)
-    assert "(Holds) computes in float32" in caplog.text
-
-
-def test_a_graph_with_a_call_of_its_own_computes():
-    class CallsItself(keras.Sequential):
-        def call(self, inputs, **kwargs):
-            return 2.0 * super().call(inputs, **kwargs)
-
-    dense = layers.Dense(2)
-    plain = keras.Sequential([keras.Input((2,)), dense])
-    own = CallsItself([keras.Input((2,)), dense])
-    assert layer_dtypes.layers_that_compute(plain) == [dense]
-    assert layer_dtypes.layers_that_compute(own) == [own, dense]
+    assert "(Holds) computes in float32" in "".join(said)
 
 
 @pytest.mark.slow
@@ -529,7 +402,7 @@ def test_masters_of_a_model_that_fit_builds_start_from_its_weights(
 @pytest.mark.filterwarnings("ignore:The model does not have any trainable")
 @pytest.mark.parametrize("policy", [F16, "bfloat16"])
 @pytest.mark.parametrize("kind", ["frozen", "without weights"])
-def test_a_model_with_nothing_to_train_fits_as_keras_lets_it(kind, policy):
+def test_fit_accepts_a_model_with_nothing_to_train(kind, policy):
     with tfmix.policy_scope(policy):
         layer = layers.Dense(1)
         if kind == "without weights":

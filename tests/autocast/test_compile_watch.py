@@ -1,4 +1,9 @@
-"""`import tfmix` only changes `compile` for models with 16-bit layers."""
+"""A model with 16-bit layers gets its record however it was made."""
+
+import copy
+import functools
+import itertools
+import pickle
 
 import keras
 import numpy as np
@@ -6,6 +11,7 @@ import pytest
 from keras import layers
 
 import tfmix
+from tests import helpers, steps
 from tests import test_one_program as one_program
 from tfmix._keras import compile_method
 from tfmix.autocast import model as mixed_model
@@ -16,14 +22,6 @@ Y = X.sum(axis=1, keepdims=True)
 BAD = X.copy()
 BAD[5] = np.nan
 POLICIES = ("mixed_float16", "mixed_bfloat16")
-MODES = {
-    "graph": {"jit_compile": False},
-    "xla": {"jit_compile": True},
-    "eager": {"run_eagerly": True},
-}
-if keras.backend.backend() == "jax":
-    # JAX has no graph without XLA, and eager mode covers that.
-    MODES.pop("graph")
 
 
 def make():
@@ -32,69 +30,93 @@ def make():
             keras.Input((3,)),
             layers.Dense(4),
             layers.BatchNormalization(),
-            layers.Dense(1, dtype="float32"),
+            layers.Dense(1, name="last"),
+            tfmix.float32_output(),
         ]
     )
 
 
-def through_a_file(model, folder):
-    model.save(folder / "model.keras")
-    return keras.models.load_model(folder / "model.keras")
-
-
-def file_of_a_scope(policy, folder):
+def of_a_scope(policy):
     with tfmix.policy_scope(policy):
-        model = make()
-    return through_a_file(model, folder)
+        return make()
 
 
-def of_keras_alone(policy, folder):
+def converted(policy):
+    model = make()
+    tfmix.apply_policy(model, policy)
+    return model
+
+
+def of_keras_alone(policy):
     keras.config.set_dtype_policy(policy)
     model = make()
     keras.config.set_dtype_policy("float32")
     return model
 
 
-def file_of_keras_alone(policy, folder):
-    return through_a_file(of_keras_alone(policy, folder), folder)
+def around(model):
+    inputs = keras.Input((3,))
+    return keras.Model(inputs, model(inputs))
+
+
+def with_a_new_end(model):
+    last = model.get_layer("last")
+    return keras.Model(model.inputs[0], tfmix.float32_output()(last.output))
+
+
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def itself(model):
+    return model
+
+
+COPIES = (around, with_a_new_end, keras.models.clone_model)
+COPIES += (helpers.reloaded, pickled, copy.deepcopy)
+WAYS = [
+    *itertools.product([of_a_scope, converted], COPIES),
+    *itertools.product([of_keras_alone], [itself, helpers.reloaded]),
+]
+
+
+def small_loss(y, x):
+    # Unscaled, its gradients are far below float16's range.
+    return 1e-9 * keras.ops.abs(y - x)
 
 
 def trained(model, mode):
     """Trains a model with a row of NaN in the second of four batches."""
-    model.compile("adam", "mse", **MODES[mode])
+    sgd = keras.optimizers.SGD(1e7)
+    model.compile(sgd, small_loss, **steps.settings(mode))
     model.fit(BAD, Y, batch_size=4, shuffle=False, epochs=2, verbose=0)
     return model
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize(
-    "way", [file_of_a_scope, of_keras_alone, file_of_keras_alone]
-)
-@pytest.mark.parametrize("mode", MODES)
+@functools.cache
+def trained_where_it_was_made(policy, mode):
+    """Returns the first and the last weights, and the rule of the scale."""
+    model = of_a_scope(policy)
+    start = model.get_weights()
+    end = trained(model, mode).get_weights()
+    assert not np.array_equal(start[0], end[0])
+    return start, end, model.optimizer.rule
+
+
+@pytest.mark.parametrize("mode", steps.MODES)
+@pytest.mark.parametrize(("source", "made"), WAYS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_16_bit_model_trains_as_where_it_was_made(
-    policy, mode, way, tmp_path
-):
-    with tfmix.policy_scope(policy):
-        expected = make()
-    model = way(policy, tmp_path)
-    model.set_weights(expected.get_weights())
+def test_a_16_bit_model_trains_as_where_it_was_made(policy, source, made, mode):
+    start, end, rule = trained_where_it_was_made(policy, mode)
+    model = made(source(policy))
+    model.set_weights(start)
     trained(model, mode)
-    trained(expected, mode)
     assert type(model.optimizer) is tfmix.LossScaleOptimizer
-    assert model.optimizer.rule == expected.optimizer.rule
+    assert model.optimizer.rule == rule
     assert model.optimizer.skipped_steps == 2
-    for found, wanted in zip(model.weights, expected.weights, strict=True):
-        assert np.isfinite(np.asarray(found)).all()
+    for found, wanted in zip(model.get_weights(), end, strict=True):
+        assert np.isfinite(found).all()
         np.testing.assert_array_equal(found, wanted)
-
-
-def test_without_the_watch_keras_compiles_alone(tmp_path):
-    tfmix.set_global_policy("float32")
-    model = of_keras_alone("mixed_float16", tmp_path)
-    model.compile("adam", "mse")
-    assert mixed_model.policy_of(model) is None
-    assert type(model.optimizer) is keras.optimizers.LossScaleOptimizer
 
 
 class Subclassed(keras.Model):
@@ -108,14 +130,12 @@ class Subclassed(keras.Model):
 
 @pytest.mark.parametrize("kind", [make, Subclassed])
 @pytest.mark.parametrize(
-    "wrap", [keras.Optimizer, tfmix.LossScaleOptimizer], ids=["bare", "wrapped"]
+    "wrap", [lambda sgd: sgd, tfmix.LossScaleOptimizer], ids=["bare", "wrapped"]
 )
 def test_a_float32_model_is_left_alone(kind, wrap):
     def compiled(watched):
         (compile_method.watch if watched else compile_method.stop_watching)()
-        model, optimizer = kind(), keras.optimizers.SGD(0.1)
-        if wrap is tfmix.LossScaleOptimizer:
-            optimizer = wrap(optimizer)
+        model, optimizer = kind(), wrap(keras.optimizers.SGD(0.1))
         before = set(vars(model))
         model.compile(optimizer, "mse")
         assert model.optimizer is optimizer
@@ -126,21 +146,12 @@ def test_a_float32_model_is_left_alone(kind, wrap):
     *watched, model = compiled(True)
     *alone, plain = compiled(False)
     assert watched == alone
-    if keras.backend.backend() == "jax" and kind is make:
+    if helpers.ON_JAX and kind is make:
         assert one_program.program(model) == one_program.program(plain)
 
 
-def test_a_float32_model_of_a_file_is_left_alone(tmp_path):
-    model = make()
-    model.compile("adam", "mse")
-    model.train_on_batch(X, Y)
-    loaded = through_a_file(model, tmp_path)
-    assert type(loaded.optimizer) is keras.optimizers.Adam
-    assert not {"call", "train_step", "compile"} & vars(loaded).keys()
-
-
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_part_of_a_loaded_model_is_one_too(policy, tmp_path):
+def test_a_model_inside_a_loaded_model_gets_a_record(policy):
     with tfmix.policy_scope(policy):
         part = keras.Sequential(
             [keras.Input((1,)), layers.Embedding(5000, 3), layers.Flatten()],
@@ -148,23 +159,25 @@ def test_a_part_of_a_loaded_model_is_one_too(policy, tmp_path):
         )
         inputs = keras.Input((1,))
         model = keras.Model(inputs, layers.Dense(1)(part(inputs)))
-    loaded = through_a_file(model, tmp_path)
+    loaded = helpers.reloaded(model)
     loaded.compile("adam", "mse")
     inner = loaded.get_layer("part")
     assert mixed_model.policy_of(inner).name == policy
     # 2049 is 2048 in float16.
     ids = np.array([[2049.0]], "float32")
-    found = inner.predict(ids, verbose=0)
-    assert found.dtype == "float32"
-    np.testing.assert_array_equal(found, part.predict(ids, verbose=0))
-    expected = model.predict(ids, verbose=0)
-    np.testing.assert_array_equal(loaded.predict(ids, verbose=0), expected)
+    assert inner.predict(ids, verbose=0).dtype == "float32"
+    for ours, expected in ((inner, part), (loaded, model)):
+        found = ours.predict(ids, verbose=0)
+        np.testing.assert_array_equal(found, expected.predict(ids, verbose=0))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_conversion_reaches_the_models_inside_and_goes_back(policy):
-    part = make()
-    model = keras.Sequential([keras.Input((3,)), part, layers.Dense(1)])
+    def around_a_part():
+        part = make()
+        return part, keras.Sequential([keras.Input((3,)), part])
+
+    part, model = around_a_part()
     before = vars(part).keys() - {"_tfmix_marks"}
     report = tfmix.apply_policy(model, policy)
     assert mixed_model.policy_of(part).name == policy
@@ -172,7 +185,6 @@ def test_a_conversion_reaches_the_models_inside_and_goes_back(policy):
     assert mixed_model.policy_of(part) is None
     assert vars(part).keys() - {"_tfmix_marks"} == before
     with tfmix.policy_scope(policy):
-        part = make()
-        model = keras.Sequential([keras.Input((3,)), part, layers.Dense(1)])
+        part, model = around_a_part()
     tfmix.apply_policy(model, "float32")
     assert mixed_model.policy_of(part) is None

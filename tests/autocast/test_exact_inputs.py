@@ -5,20 +5,31 @@ import numpy as np
 import pytest
 
 import tfmix
-from tests import helpers
+from tests import helpers, steps
 from tfmix.autocast import global_policy
 
 
 class TokenLayer(keras.layers.Layer):
     """A layer from Keras's example of text classification."""
 
-    def __init__(self):
+    def __init__(self, tokens):
         super().__init__()
-        self.tokens = keras.layers.Embedding(70_000, 2)
+        self.tokens = tokens
         self.positions = keras.layers.Embedding(3, 2)
 
     def call(self, x):
         return self.tokens(x) + self.positions(keras.ops.arange(3)) * 0
+
+
+class Around(keras.Model):
+    """Passes its input to an inner model, like many users' models."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def call(self, x):
+        return self.inner(x)
 
 
 @pytest.mark.parametrize("rows", [60_000, 2048])
@@ -42,16 +53,8 @@ def test_float_ids_that_were_changed_after_the_cast_are_reported(said, rows):
 
 
 def test_discretization_sees_values_beside_its_boundaries():
-    class Model(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.bin = keras.layers.Discretization([4096.5])
-
-        def call(self, x):
-            return self.bin(x)
-
     with global_policy.policy_scope("mixed_float16"):
-        model = Model()
+        model = Around(keras.layers.Discretization([4096.5]))
     result = model(np.array([[4096.0], [4097.0]], "float32"))
     assert keras.ops.convert_to_numpy(result).ravel().tolist() == [0, 1]
 
@@ -59,7 +62,7 @@ def test_discretization_sees_values_beside_its_boundaries():
 # Keras 3.16 warns of this for recurrent layers.
 @pytest.mark.costly
 @pytest.mark.filterwarnings("ignore:.*does not support masking")
-def test_a_mask_survives():
+def test_a_mask_reaches_the_inner_layer():
     class Outer(keras.layers.Layer):
         def __init__(self):
             super().__init__()
@@ -76,52 +79,41 @@ def test_a_mask_survives():
         assert outer(masked).shape == (1, 1)
 
 
-class Around(keras.Model):
-    """Passes its input to an inner model, like many users' models."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def call(self, x):
-        return self.inner(x)
-
-
 def functional(layer, width):
     """Makes a Functional model of one layer."""
     inputs = keras.Input((width,))
     return keras.Model(inputs, layer(inputs))
 
 
-def text_models():
-    """Makes models of an Embedding, in the forms that Keras's guides have."""
-    rows = [keras.layers.Embedding(70_000, 2) for _ in range(7)]
-    layers = TokenLayer(), TokenLayer()
-    inner = keras.Sequential([keras.Input((3,)), rows[1]])
-    unbuilt = keras.Sequential([rows[3]])
-    ending = keras.layers.Flatten()
-    return {
-        "without an input": (keras.Sequential([rows[0], ending]), rows[0]),
-        "of a model": (keras.Sequential([inner, ending]), rows[1]),
-        "functional": (functional(rows[2], 3), rows[2]),
-        "in another": (keras.Sequential([unbuilt, ending]), rows[3]),
-        "functional in one's own": (Around(functional(rows[4], 3)), rows[4]),
-        "Sequential in one's own": (
-            Around(keras.Sequential([rows[5]])),
-            rows[5],
-        ),
-        "in one's own": (Around(rows[6]), rows[6]),
-        "a layer of one's own": (functional(layers[0], 3), layers[0].tokens),
-        "two layers down": (Around(layers[1]), layers[1].tokens),
-    }
+def sequential(*layers):
+    return keras.Sequential(layers)
 
 
-@pytest.mark.parametrize("form", text_models())
+# Models of an Embedding, in the forms that Keras's guides have.
+FORMS = {
+    "Sequential": lambda e: sequential(e, keras.layers.Flatten()),
+    "with an input": lambda e: sequential(
+        sequential(keras.Input((3,)), e), keras.layers.Flatten()
+    ),
+    "functional": lambda e: functional(e, 3),
+    "in a Sequential": lambda e: sequential(
+        sequential(e), keras.layers.Flatten()
+    ),
+    "functional in a user's model": lambda e: Around(functional(e, 3)),
+    "Sequential in a user's model": lambda e: Around(sequential(e)),
+    "in a user's model": Around,
+    "in a user's layer": lambda e: functional(TokenLayer(e), 3),
+    "two layers down": lambda e: Around(TokenLayer(e)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", ["int32", "int64", "float32"])
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_ids_reach_an_embedding_unchanged(form, dtype, policy, said):
     with global_policy.policy_scope(policy):
-        model, embedding = text_models()[form]
+        embedding = keras.layers.Embedding(70_000, 2)
+        model = FORMS[form](embedding)
     # 16 bit rounds this id, but float32 does not.
     ids = np.array([[257, 2049, 60_001]])
     found = model.predict(ids.astype(dtype), verbose=0)
@@ -142,28 +134,27 @@ class Tabular(keras.Model):
         super().__init__()
         layer = keras.layers.Normalization()
         layer.adapt(features)
-        if form == "a layer":
-            self.normalize = layer
-        elif form == "functional":
-            self.normalize = functional(layer, features.shape[1])
-        else:
-            self.normalize = keras.Sequential([layer])
+        self.normalize = {
+            "a layer": lambda: layer,
+            "functional": lambda: functional(layer, features.shape[1]),
+            "sequential": lambda: keras.Sequential([layer]),
+        }[form]()
         self.dense = keras.layers.Dense(1, dtype="float32")
 
     def call(self, x):
         return self.dense(self.normalize(x))
 
 
-@pytest.mark.parametrize("how", ["eager", "graph", "xla"])
+@pytest.mark.parametrize("mode", steps.MODES)
 @pytest.mark.parametrize("form", ["a layer", "functional", "sequential"])
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_raw_features_reach_a_normalization_unchanged(how, form, policy):
+def test_raw_features_reach_a_normalization_unchanged(mode, form, policy):
     # They have three digits more than bfloat16, and exceed float16.
     generator = np.random.default_rng(0)
     x = generator.normal(1e5, 100.0, (64, 4)).astype("float32")
     with global_policy.policy_scope(policy):
         model = Tabular(x, form)
-    model.compile("sgd", run_eagerly=how == "eager", jit_compile=how == "xla")
+    model.compile("sgd", **steps.settings(mode))
     found = model.predict(x, verbose=0)
     features = (x - x.mean(axis=0)) / x.std(axis=0)
     kernel, bias = map(keras.ops.convert_to_numpy, model.dense.weights)
@@ -172,7 +163,7 @@ def test_raw_features_reach_a_normalization_unchanged(how, form, policy):
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("value", [0.1, -999.0, -1e5])
-def test_a_value_that_is_masked_need_not_be_one_of_16_bit(value, policy):
+def test_a_masked_value_need_not_fit_in_16_bit(value, policy):
     with tfmix.policy_scope(policy):
         model = keras.Sequential(
             [

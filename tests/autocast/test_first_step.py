@@ -51,7 +51,7 @@ def waited(caplog):
     ],
 )
 @pytest.mark.costly
-def test_a_long_first_step_says_once_what_it_waits_for(
+def test_a_long_first_step_reports_once_what_it_waits_for(
     optimizer, cause, caplog, monkeypatch
 ):
     monkeypatch.setattr(first_step, "_LONG", 0.5)
@@ -68,7 +68,7 @@ def test_a_long_first_step_says_once_what_it_waits_for(
 
 
 @pytest.mark.costly
-def test_a_short_first_step_says_nothing(caplog, monkeypatch):
+def test_a_short_first_step_logs_nothing(caplog, monkeypatch):
     monkeypatch.setattr(first_step, "_LONG", 120.0)
     compiled().fit(X, X, verbose=0)
     assert not waited(caplog)

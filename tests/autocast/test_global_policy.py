@@ -1,15 +1,19 @@
 """The active policy: process-wide, in scopes, in threads, and removed."""
 
 import importlib.util
+import sys
 import threading
 
 import keras
 import pytest
 
+from tests import helpers
 from tfmix.autocast import global_policy as state
 from tfmix.autocast import interceptor
 from tfmix.policy import policy as policies
 
+# The public function `devices` hides the module.
+devices = sys.modules["tfmix.policy.devices"]
 Policy = policies.Policy
 SIXTEEN_BIT = ("mixed_float16", "mixed_bfloat16", "float16", "bfloat16")
 
@@ -43,7 +47,7 @@ def test_a_policy_object_comes_back_with_its_rules():
     assert state.global_policy() is policy
 
 
-def test_a_sublayer_made_in_build_in_a_thread_has_it_too():
+def test_a_sublayer_made_in_build_in_a_thread_gets_the_policy():
     class Outer(keras.layers.Layer):
         def build(self, shape):
             self.inner = keras.layers.Dense(1)
@@ -76,7 +80,7 @@ def test_the_policy_survives_clear_session():
         keras.dtype_policies.QuantizedDTypePolicy("int8", "mixed_bfloat16"),
     ],
 )
-def test_any_policy_object_of_kerass_is_taken(policy):
+def test_any_policy_object_of_kerass_is_accepted(policy):
     state.set_global_policy(policy)
     assert state.global_policy() is policy
     layer = keras.layers.Dense(1)
@@ -92,14 +96,11 @@ def test_policy_objects_without_a_float_dtype_are_refused(name):
 
 def test_an_error_leaves_the_policy_as_it_was():
     state.set_global_policy("mixed_float16")
-    with pytest.raises(ValueError, match="must be one of"):
-        state.set_global_policy("fp16")
+    # A scope is checked when it is written.
+    for set_policy in (state.set_global_policy, state.policy_scope):
+        with pytest.raises(ValueError, match="must be one of"):
+            set_policy("fp16")
     assert new_layer_policy() == "mixed_float16"
-
-
-def test_a_scope_is_checked_when_it_is_written():
-    with pytest.raises(ValueError, match="must be one of"):
-        state.policy_scope("fp16")
 
 
 def test_a_scope_restores_after_an_exception():
@@ -174,15 +175,11 @@ def test_scopes_of_threads_that_interleave_restore_their_own():
     assert not state.hooks_keras()
 
 
-def test_a_float32_scope_holds_against_kerass_own_policy():
+def test_float32_holds_against_kerass_own_policy():
     keras.config.set_dtype_policy("mixed_float16")
     with state.policy_scope("float32"):
         assert new_layer_policy() == "float32"
     assert new_layer_policy() == "mixed_float16"
-
-
-def test_float32_holds_against_kerass_own_policy():
-    keras.config.set_dtype_policy("mixed_float16")
     state.set_global_policy("mixed_bfloat16")
     state.set_global_policy("float32")
     assert not state.hooks_keras()
@@ -206,7 +203,7 @@ def test_setting_a_policy_through_keras_takes_effect_and_warns(
         assert "Policy('mixed_float16')" in line
 
 
-def test_before_tfmix_is_asked_the_policy_is_kerass():
+def test_without_a_policy_of_tfmix_kerass_policy_holds():
     keras.config.set_dtype_policy("mixed_bfloat16")
     assert state.global_policy() == keras.DTypePolicy("mixed_bfloat16")
 
@@ -241,7 +238,6 @@ def test_a_float32_scope_has_no_op_rules_of_the_policy_around_it():
 
 @pytest.mark.parametrize("name", ["mixed_float16", "float16", "O2"])
 def test_float16_on_a_tpu_is_refused_at_once(monkeypatch, name):
-    devices = importlib.import_module("tfmix.policy.devices")
     tpu = devices.describe("TPU", "TPU v5e", "jax")
     monkeypatch.setattr(devices, "devices", lambda: (tpu,))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
@@ -250,10 +246,9 @@ def test_float16_on_a_tpu_is_refused_at_once(monkeypatch, name):
     state.set_global_policy("mixed_bfloat16")
 
 
+# TensorFlow's devices are listed without starting them.
+@helpers.requires_backend("jax")
 def test_without_libtpu_jax_is_not_asked_for_a_tpu(monkeypatch):
-    if keras.backend.backend() != "jax":
-        pytest.skip("TensorFlow's devices are listed without starting them")
-    devices = importlib.import_module("tfmix.policy.devices")
     monkeypatch.setattr(devices, "devices", lambda: pytest.fail("asked"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     state.set_global_policy("mixed_float16")

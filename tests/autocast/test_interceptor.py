@@ -1,4 +1,4 @@
-"""All that is replaced in Keras for the process is counted and restored.
+"""What is replaced in Keras for the process is counted and restored.
 
 The registry lists what tfmix has replaced. The comparison checks every
 attribute of every module and class of Keras without it.
@@ -13,70 +13,53 @@ import numpy as np
 import pytest
 
 import tfmix
+from tests import processes
+from tests.autocast import replaced_names
 from tests.tree import ROOT
-from tfmix._keras import op_places, replacements, scalars
+from tfmix._keras import (
+    compile_method,
+    global_state,
+    op_places,
+    replacements,
+    scalars,
+    training,
+)
+from tfmix.autocast import global_policy
 from tfmix.optimizers import sixteen_bit_optimizer
 
 
 def registered():
     """Returns `owner.attribute` for all registered replacements."""
-    return sorted(label(owner, name) for owner, name in replacements.replaced())
+    return sorted(
+        replaced_names.label(*place) for place in replacements.replaced()
+    )
 
 
-def label(owner, attribute):
-    parent = f"{owner.__module__}." if inspect.isclass(owner) else ""
-    return f"{parent}{owner.__name__}.{attribute}"
-
-
-def owners():
-    """Returns every module of `keras`, every class in them, and a few more.
+class Comparison:
+    """Remembers Keras's attributes, and those of a few more owners.
 
     tfmix's own wrappers have an `apply` beside that of Keras's optimizers.
     TensorFlow has a module for custom gradients, and tensors have operators.
     """
-    modules = [
-        module
-        for name, module in list(sys.modules.items())
-        if name.split(".")[0] == "keras" and inspect.ismodule(module)
-    ]
-    classes = {
-        id(value): value
-        for module in modules
-        for value in list(vars(module).values())
-        if inspect.isclass(value) and value.__module__.startswith("keras")
-    }
-    wrapper = sixteen_bit_optimizer.SixteenBitOptimizer
-    gradients = sys.modules["tensorflow.python.ops.custom_gradient"]
-    backends = dict.fromkeys(owner for owner, _ in scalars.PLACES)
-    beside = {id(owner): owner for owner in (wrapper, gradients, *backends)}
-    return [*modules, *classes.values(), *beside.values()]
 
+    def __init__(self):
+        wrapper = sixteen_bit_optimizer.SixteenBitOptimizer
+        gradients = sys.modules["tensorflow.python.ops.custom_gradient"]
+        beside = dict.fromkeys(owner for owner, _ in scalars.PLACES)
+        self._owners = [*replaced_names.owners(), wrapper, gradients, *beside]
+        self._before = replaced_names.snapshot(self._owners)
 
-def snapshot(everything):
-    return {
-        label(owner, name): value
-        for owner in everything
-        for name, value in list(vars(owner).items())
-        # Python creates these on first use.
-        if name not in ("__annotations__", "__warningregistry__")
-    }
-
-
-def changed(before, after):
-    """Returns the labels whose value is another object, new or gone."""
-    missing = object()
-    return sorted(
-        place
-        for place in before.keys() | after.keys()
-        if before.get(place, missing) is not after.get(place, missing)
-    )
+    def changed(self):
+        """Returns `owner.attribute` for all that has changed."""
+        now = replaced_names.snapshot(self._owners)
+        return replaced_names.changed(self._before, now)
 
 
 @pytest.fixture
-def everything():
+def comparison():
     tfmix.set_global_policy("float32")
     train()
-    yield owners()
+    yield Comparison()
     tfmix.set_global_policy("float32")
 
 
@@ -87,32 +70,27 @@ def train():
     model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
 
 
-def test_the_guide_says_how_many_names_are_replaced(everything):
-    before = snapshot(everything)
+def test_the_guide_says_how_many_names_are_replaced(comparison):
     tfmix.set_global_policy("mixed_float16")
     train()
-    found = changed(before, snapshot(everything))
     page = (ROOT / "docs/how-it-works.md").read_text("utf-8")
     counts = re.search(r"(\d+) under TensorFlow, (\d+) under\s+JAX", page)
     of_backend = dict(zip(["tensorflow", "jax"], counts.groups(), strict=True))
     # `import tfmix` has replaced `compile` before.
     expected = int(of_backend[keras.backend.backend()])
-    assert len(registered()) == expected, "\n".join(found)
+    assert len(registered()) == expected, "\n".join(comparison.changed())
 
 
 @pytest.mark.costly
 @pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16", "O1"])
-def test_the_registry_lists_exactly_what_is_replaced(everything, policy):
-    before = snapshot(everything)
+def test_the_registry_lists_exactly_what_is_replaced(comparison, policy):
     tfmix.set_global_policy(policy)
-    found = changed(before, snapshot(everything))
-    assert found
-    assert registered() == found
+    assert registered()
+    assert registered() == comparison.changed()
 
 
 @pytest.mark.costly
-def test_float32_leaves_nothing_replaced(everything):
-    before = snapshot(everything)
+def test_float32_leaves_nothing_replaced(comparison):
     for policy in ("mixed_float16", "mixed_bfloat16", "float16"):
         tfmix.set_global_policy(policy)
         train()
@@ -120,16 +98,184 @@ def test_float32_leaves_nothing_replaced(everything):
             train()
     assert registered()
     tfmix.set_global_policy("float32")
-    assert changed(before, snapshot(everything)) == []
+    assert comparison.changed() == []
     assert registered() == []
 
 
 @pytest.mark.costly
-def test_a_replacement_that_is_not_registered_is_found(everything, monkeypatch):
-    before = snapshot(everything)
+def test_a_replacement_that_is_not_registered_is_found(comparison, monkeypatch):
     tfmix.set_global_policy("mixed_float16")
     numpy = sys.modules[op_places.BACKEND_OPS.numpy.__name__]
     monkeypatch.setattr(numpy, "sin", lambda x: x)
     monkeypatch.setattr(keras.layers.Dense, "tfmix", 1, raising=False)
-    found = changed(before, snapshot(everything))
-    assert len(set(found) - set(registered())) == 2
+    assert len(set(comparison.changed()) - set(registered())) == 2
+
+
+def test_float32_from_the_start_touches_nothing():
+    global_policy.set_global_policy("float32")
+    hooked, compiled = keras.Layer.__init__, keras.Model.compile
+    global_policy.set_global_policy("float32")
+    with global_policy.policy_scope("float32"):
+        assert not global_policy.hooks_keras()
+    assert not replacements.replaced()
+    assert (keras.Layer.__init__, keras.Model.compile) == (hooked, compiled)
+
+
+def test_two_policies_one_after_the_other_hook_once():
+    global_policy.set_global_policy("mixed_float16")
+    places = global_policy._hooks.places()
+    hooked = keras.Layer.__init__
+    global_policy.set_global_policy("mixed_bfloat16")
+    assert global_policy._hooks.places() == places
+    assert keras.Layer.__init__ is hooked
+
+
+@pytest.mark.costly
+def test_the_layer_constructor_keeps_its_signature():
+    before = keras.Layer.__init__
+    arguments = inspect.getfullargspec(before)
+    global_policy.set_global_policy("mixed_float16")
+    assert keras.Layer.__init__ is not before
+    assert keras.Layer.__init__.__wrapped__ is before
+    assert inspect.getfullargspec(keras.Layer.__init__) == arguments
+
+
+def test_code_that_hooks_on_top_of_us_keeps_its_hook():
+    global_policy.set_global_policy("mixed_float16")
+    ours = keras.Layer.__init__
+
+    def theirs(self, *args, **kwargs):
+        ours(self, *args, **kwargs)
+
+    keras.Layer.__init__ = theirs
+    try:
+        global_policy.set_global_policy("float32")
+        assert keras.Layer.__init__ is theirs
+        assert keras.layers.Dense(1).compute_dtype == "float32"
+    finally:
+        keras.Layer.__init__ = ours.__wrapped__
+
+
+def test_a_keras_without_a_replaced_name_is_left_alone_with_an_error(
+    monkeypatch,
+):
+    owner, name = global_state.POLICY_STORE
+    original = getattr(owner, name)
+    with monkeypatch.context() as patch:
+        patch.delattr(training.TRAINER, "compile")
+        patch.setattr(global_policy, "_hooks", replacements.Replacements())
+        with pytest.raises(RuntimeError, match="no 'compile'"):
+            global_policy._hook()
+    assert getattr(owner, name) is original
+    assert not global_policy.hooks_keras()
+
+
+def test_a_scope_that_ends_in_an_error_leaves_only_the_watch(monkeypatch):
+    def fail():
+        raise ZeroDivisionError
+
+    with pytest.raises(KeyError), global_policy.policy_scope("O2"):
+        raise KeyError
+    assert replacements.replaced() == [compile_method.PLACE]
+    with monkeypatch.context() as patch:
+        patch.setattr(global_policy, "_hook", fail)
+        with pytest.raises(ZeroDivisionError):
+            global_policy.policy_scope("O2").__enter__()
+    assert replacements.replaced() == [compile_method.PLACE]
+
+
+def test_float32_ends_the_watch_and_the_next_policy_begins_it():
+    original = keras.Model.compile.__wrapped__
+    global_policy.set_global_policy("float32")
+    assert keras.Model.compile is original
+    assert not replacements.replaced()
+    with global_policy.policy_scope("mixed_float16"):
+        pass
+    assert keras.Model.compile.__wrapped__ is original
+
+
+USES = """
+import keras
+import numpy as np
+from tests.autocast import replaced_names
+
+X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+Y = np.arange(8) % 3
+CROSS_ENTROPY = "sparse_categorical_crossentropy"
+
+def make():
+    return keras.Sequential([
+        keras.Input((4,)),
+        keras.layers.Dense(8, activity_regularizer="l2"),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dense(3, "softmax"),
+    ])
+
+def use(model, optimizer="adam"):
+    model.compile(optimizer, CROSS_ENTROPY, metrics=["accuracy"])
+    model.fit(X, Y, verbose=0)
+    model.evaluate(X, Y, verbose=0)
+    model.predict(X, verbose=0)
+    model.save("model.keras")
+    return keras.saving.load_model("model.keras")
+
+def changed():
+    return replaced_names.changed(before, replaced_names.snapshot(owners))
+
+def check():
+    assert changed()
+    # A model with a policy leaves its rules' replacements until then.
+    tfmix.set_global_policy("float32")
+    assert not changed(), changed()
+
+# Once without tfmix: what Keras and Python set up at the first use.
+use(make(), keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()))
+keras.models.clone_model(make())
+owners = replaced_names.owners()
+before = replaced_names.snapshot(owners)
+assert len(before) > 10_000
+import tfmix
+from tfmix import callbacks
+# What the import replaces.
+assert all(name.endswith(".Trainer.compile") for name in changed()), changed()
+check()
+for name in ("O1", "mixed_bfloat16", "float16", "mixed_float16"):
+    tfmix.set_global_policy(name)
+    use(make())
+check()
+with tfmix.policy_scope("mixed_float16"):
+    model = make()
+    assert "keras.src.layers.layer.Layer.__init__" in changed()
+use(model)
+try:
+    with tfmix.policy_scope("O2"):
+        raise KeyError
+except KeyError:
+    pass
+check()
+model = make()
+use(model)
+report = tfmix.apply_policy(model, "mixed_float16")
+model.fit(X, Y, verbose=0)
+check()
+report.undo()
+model.fit(X, Y, verbose=0)
+use(tfmix.convert_model(model, "mixed_float16"))
+model, optimizer, report = tfmix.prepare(model, "adam")
+use(model, optimizer)
+check()
+tfmix.check(make(), X, Y, loss=CROSS_ENTROPY, policy="mixed_float16")
+model = make()
+use(model, tfmix.LossScaleOptimizer("adam"))
+tfmix.guard(model)
+with tfmix.policy_scope("mixed_float16"):
+    monitors = [callbacks.LossScaleMonitor(), callbacks.NumericsMonitor()]
+    model.fit(X, Y, verbose=0, callbacks=monitors)
+check()
+"""
+
+
+@pytest.mark.slow
+def test_nothing_of_keras_differs_from_before_the_import(tmp_path):
+    done = processes.python("-c", USES, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -1,16 +1,14 @@
 """A confidently wrong sample has a gradient, whichever layer is the last."""
 
-import functools
-
 import keras
 import numpy as np
 import pytest
 from keras import layers
 
 import tfmix
+from tests import helpers, steps
 from tfmix._keras import global_state
 
-ON_JAX = keras.backend.backend() == "jax"
 POLICIES = ("mixed_float16", "mixed_bfloat16")
 X, LABEL = np.ones((1, 1), "float32"), np.array([1])
 # These give logits of 36 and -36 where the second is right. The loss is their
@@ -18,13 +16,7 @@ X, LABEL = np.ones((1, 1), "float32"), np.array([1])
 KERNEL = np.array([[36.0, -36.0]], "float32")
 LOSS = 72.0
 MOVED = np.array([[-0.01, 0.01]], "float32")
-PARAMETERS = {
-    "eager": {"run_eagerly": True},
-    "graph": {"jit_compile": False},
-    "xla": {"jit_compile": True},
-}
-# JAX has no graph without XLA, and eager mode covers that.
-MODES = ("eager", "xla") if ON_JAX else ("eager", "graph", "xla")
+CROSS_ENTROPY = "sparse_categorical_crossentropy"
 
 
 def dense(**arguments):
@@ -67,28 +59,20 @@ def two_results():
     return keras.Model(inputs, results)
 
 
-def cloned():
-    return keras.models.clone_model(float32_output())
-
-
-def from_json():
-    return keras.models.model_from_json(float32_output().to_json())
-
-
 def float32_output():
     return chain(dense(), tfmix.float32_output("softmax"))
 
 
+def wide_softmax():
+    return chain(dense(), layers.Softmax(dtype="float32"))
+
+
 HEADS = {
     "float32_output": float32_output,
-    "cloned": cloned,
-    "from_json": from_json,
     "Activation in float32": lambda: chain(
         dense(), layers.Activation("softmax", dtype="float32")
     ),
-    "Softmax in float32": lambda: chain(
-        dense(), layers.Softmax(dtype="float32")
-    ),
+    "Softmax in float32": wide_softmax,
     "Activation": lambda: chain(dense(), layers.Activation("softmax")),
     "Softmax": lambda: chain(dense(), layers.Softmax()),
     "Dense": lambda: chain(dense(activation="softmax")),
@@ -101,14 +85,19 @@ HEADS = {
 }
 
 
-def made(head, policy):
+def in_scope(make, policy):
     with tfmix.policy_scope(policy):
-        model = HEADS[head]()
+        model = make()
     model.set_weights([KERNEL])
     return model
 
 
-def assert_learns(model, loss="sparse_categorical_crossentropy", y=LABEL):
+def compiled(model, rate=0.01, loss=CROSS_ENTROPY, **settings):
+    model.compile(keras.optimizers.SGD(rate), loss, **settings)
+    return model
+
+
+def assert_learns(model, y=LABEL):
     """Fails unless a step has the loss of the logits and moves the kernel."""
     before = model.get_weights()[0]
     assert model.train_on_batch(X, y) == pytest.approx(LOSS, abs=1e-3)
@@ -116,47 +105,30 @@ def assert_learns(model, loss="sparse_categorical_crossentropy", y=LABEL):
     np.testing.assert_allclose(moved, MOVED, rtol=1e-3)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", steps.MODES)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("head", HEADS)
 def test_the_loss_is_that_of_the_logits(head, policy, mode):
-    model = made(head, policy)
-    sgd = keras.optimizers.SGD(0.01)
-    loss = "sparse_categorical_crossentropy"
-    model.compile(sgd, loss, **PARAMETERS[mode])
-    assert_learns(model)
+    model = in_scope(HEADS[head], policy)
+    assert_learns(compiled(model, **steps.settings(mode)))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("is_compiled", [True, False])
-def test_a_loaded_model_has_it(policy, is_compiled, tmp_path):
-    model = made("float32_output", policy)
-    compile = functools.partial(
-        keras.Model.compile,
-        optimizer=keras.optimizers.SGD(0.01),
-        loss="sparse_categorical_crossentropy",
-    )
+def test_a_loaded_model_computes_it_from_logits(policy, is_compiled):
+    model = in_scope(float32_output, policy)
     if is_compiled:
-        compile(model)
-    model.save(tmp_path / "model.keras")
-    model = keras.models.load_model(tmp_path / "model.keras")
-    if not is_compiled:
-        compile(model)
-    assert_learns(model)
+        assert_learns(helpers.reloaded(compiled(model)))
+    else:
+        assert_learns(compiled(helpers.reloaded(model)))
 
 
 @pytest.mark.parametrize("how", ["apply_policy", "convert_model"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_converted_model_has_it(policy, how):
-    model = made("Softmax in float32", "float32")
-    sgd = keras.optimizers.SGD(0.01)
-    model.compile(sgd, "sparse_categorical_crossentropy")
-    if how == "apply_policy":
-        report = tfmix.apply_policy(model, policy)
-        assert_learns(model)
-        report.undo()
-    else:
-        assert_learns(tfmix.convert_model(model, policy))
+def test_a_converted_model_computes_it_from_logits(policy, how):
+    model = compiled(in_scope(wide_softmax, "float32"))
+    converted = getattr(tfmix, how)(model, policy)
+    assert_learns(model if how == "apply_policy" else converted)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -168,55 +140,46 @@ def test_a_converted_model_has_it(policy, how):
         ("sigmoid", "binary_crossentropy", [[0.0, 1.0]], 2 * KERNEL),
     ],
 )
-def test_the_other_cross_entropies_have_it(activation, loss, y, kernel, policy):
+def test_the_other_cross_entropies_are_computed_from_logits(
+    activation, loss, y, kernel, policy
+):
     with tfmix.policy_scope(policy):
         model = chain(dense(activation=activation))
     model.set_weights([kernel])
     # The mean over two sigmoids halves the gradient of each.
     rate = 0.02 if activation == "sigmoid" else 0.01
-    model.compile(keras.optimizers.SGD(rate), loss)
-    assert_learns(model, loss, np.array(y))
+    assert_learns(compiled(model, rate, loss), np.array(y))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("mode", [steps.MODES[0], steps.MODES[-1]])
 @pytest.mark.parametrize("head", ["Softmax in float32", "Dense", "subclassed"])
-def test_your_own_loop_has_it(head, policy, is_compiled):
-    model = made(head, policy)
+def test_your_own_loop_computes_it_from_logits(head, policy, mode):
+    model = in_scope(HEADS[head], policy)
     loss_of = keras.losses.SparseCategoricalCrossentropy()
-    if ON_JAX:
-        import jax
 
-        def slope(weights):
-            value, gradients = jax.value_and_grad(of_weights)(weights)
-            return value, gradients[0]
+    def by_jax(kernel):
+        return helpers.with_gradients(
+            lambda w: loss_of(LABEL, model.stateless_call([w], [], X)[0]),
+            kernel,
+        )
 
-        def of_weights(weights):
-            outputs, _ = model.stateless_call(weights, [], X)
-            return loss_of(LABEL, outputs)
-
-        slope = jax.jit(slope) if is_compiled else slope
-        loss, gradient = slope([v.value for v in model.trainable_variables])
-    else:
+    def by_tensorflow(_):
         import tensorflow as tf
 
-        def slope():
-            with tf.GradientTape() as tape:
-                value = loss_of(LABEL, model(X))
-            return value, tape.gradient(value, model.trainable_variables)[0]
+        with tf.GradientTape() as tape:
+            value = loss_of(LABEL, model(X))
+        return value, tape.gradient(value, model.trainable_variables)[0]
 
-        slope = tf.function(slope, jit_compile=True) if is_compiled else slope
-        loss, gradient = slope()
+    step = steps.compiled(by_jax if helpers.ON_JAX else by_tensorflow, mode)
+    loss, gradient = step(model.trainable_variables[0].value)
     assert float(loss) == pytest.approx(LOSS, abs=1e-3)
     np.testing.assert_allclose(-0.01 * np.asarray(gradient), MOVED, rtol=1e-3)
 
 
-def test_each_of_several_results_has_its_own():
-    with tfmix.policy_scope("mixed_float16"):
-        model = two_results()
-    model.set_weights([KERNEL])
-    loss = "sparse_categorical_crossentropy"
-    model.compile(keras.optimizers.SGD(0.005), [loss, loss])
+def test_each_of_several_results_has_its_own_logits():
+    model = in_scope(two_results, "mixed_float16")
+    compiled(model, 0.005, [CROSS_ENTROPY] * 2)
     before = model.get_weights()[0]
     losses = model.train_on_batch(X, [LABEL, LABEL])
     np.testing.assert_allclose(losses, [2 * LOSS, LOSS, LOSS], rtol=1e-5)
@@ -224,7 +187,8 @@ def test_each_of_several_results_has_its_own():
     np.testing.assert_allclose(moved, MOVED, rtol=1e-3)
 
 
-@pytest.mark.skipif(not ON_JAX, reason="Keras's TensorFlow takes any axis")
+# Keras's TensorFlow takes any axis.
+@helpers.requires_backend("jax")
 @pytest.mark.parametrize("axis", [1, -2, 2, -1])
 def test_a_loss_only_takes_logits_of_its_own_axis(axis):
     logits = np.array([[[9.0, 0.0], [0.0, 9.0]]], "float32")
@@ -240,10 +204,38 @@ def test_a_loss_only_takes_logits_of_its_own_axis(axis):
     assert list(noted) == [f"softmax along {axis % 3}"]
 
 
-@pytest.mark.skipif(not ON_JAX, reason="Keras's TensorFlow has it in float32")
+# Keras's TensorFlow has it in float32.
+@helpers.requires_backend("jax")
 def test_float32_is_as_in_keras():
-    model = made("Softmax in float32", "float32")
-    sgd = keras.optimizers.SGD(0.01)
-    model.compile(sgd, "sparse_categorical_crossentropy")
+    model = compiled(in_scope(wide_softmax, "float32"))
     assert model.train_on_batch(X, LABEL) == pytest.approx(16.118, abs=1e-3)
     assert global_state.note(model(X), global_state.LOGITS) is None
+
+
+# Keras's TensorFlow backend takes them, even in float32.
+@pytest.mark.costly
+@helpers.requires_backend("jax")
+@pytest.mark.parametrize("policy", [*POLICIES, "float32"])
+@pytest.mark.parametrize(
+    ("activation", "loss"),
+    [
+        ("sigmoid", "categorical_crossentropy"),
+        ("softmax", "binary_crossentropy"),
+    ],
+)
+def test_a_loss_takes_no_logits_of_another_activation(activation, loss, policy):
+    def plain(name):
+        return layers.Activation(name, dtype="float32")
+
+    results = []
+    for end in (tfmix.float32_output, plain):
+        with tfmix.policy_scope(policy):
+            model = chain(layers.Dense(3, use_bias=False), end(activation))
+        model.set_weights([np.array([[1.0, -0.5, 2.0]])])
+        compiled(model, 0.125, loss)
+        value = model.train_on_batch(X, np.array([[0.0, 1.0, 0.0]]))
+        results.append((value, model.get_weights()[0]))
+    (found, updated), (expected, expected_updated) = results
+    helpers.assert_close(found, expected, "float32")
+    dtype = model.layers[0].compute_dtype
+    helpers.assert_close(updated, expected_updated, dtype)

@@ -22,10 +22,6 @@ def made(name):
     return model
 
 
-def dtype_of(value):
-    return keras.backend.standardize_dtype(value.dtype)
-
-
 WAYS = {
     "__call__": lambda model: model(X),
     "predict": lambda model: model.predict(X, verbose=0),
@@ -41,7 +37,7 @@ WAYS = {
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_model_returns_float32(way, name):
-    assert dtype_of(WAYS[way](made(name))) == "float32"
+    assert helpers.dtype_of(WAYS[way](made(name))) == "float32"
 
 
 @pytest.mark.parametrize("name", SIXTEEN)
@@ -51,14 +47,14 @@ def test_a_layer_and_a_model_inside_another_return_16_bit(name):
     class Outer(keras.Model):
         def call(self, x):
             y = model(x)
-            seen.append(dtype_of(y))
+            seen.append(helpers.dtype_of(y))
             return y
 
     with tfmix.policy_scope(name):
         outer = Outer()
-    assert dtype_of(outer(X)) == "float32"
+    assert helpers.dtype_of(outer(X)) == "float32"
     layer, x = model.layers[0], ops.convert_to_tensor(X)
-    assert {*seen, dtype_of(layer(x))} == {SIXTEEN[name]}
+    assert {*seen, helpers.dtype_of(layer(x))} == {SIXTEEN[name]}
 
 
 def encoder():
@@ -80,7 +76,7 @@ def test_results_that_others_use_are_float32(way, name):
     with tfmix.policy_scope(name):
         model = encoder()
     found = WAYS[way](model)
-    assert [dtype_of(each) for each in found] == ["float32"] * 3
+    assert [helpers.dtype_of(each) for each in found] == ["float32"] * 3
     for a, b in zip(expected, found, strict=True):
         np.testing.assert_allclose(a, b, atol=0.05)
     if way == "__call__":
@@ -97,7 +93,7 @@ def test_losses_see_float32(method, name):
     model, seen = made(name), []
 
     def loss(y_true, y_pred):
-        seen.append(dtype_of(y_pred))
+        seen.append(helpers.dtype_of(y_pred))
         return ops.mean(ops.square(y_true - y_pred), -1)
 
     model.compile("sgd", loss, jit_compile=False)
@@ -156,31 +152,20 @@ def test_containers_keep_their_types_and_hold_float32(container):
         with tfmix.policy_scope(name):
             found.append(Returns()(X))
     plain, ours = found
-    assert types_in(ours) == types_in(plain)
-    dtypes = [dtype_of(leaf) for leaf in leaves_of(ours)]
-    assert dtypes == [dtype_of(leaf) for leaf in leaves_of(plain)]
+    assert described(ours) == described(plain)
     if container == "attributes":
         assert ours.y is ours["y"]
     if container == "default":
         assert ours["new"] == []
 
 
-def inside(nest):
-    values = nest.values() if isinstance(nest, dict) else nest
-    containers = [x for x in values if isinstance(x, dict | list | tuple)]
-    return containers, [
-        x for x in values if not isinstance(x, dict | list | tuple)
-    ]
-
-
-def types_in(nest):
-    """Returns the types of a nest's containers, outermost first."""
-    return [type(nest), *(types_in(each) for each in inside(nest)[0])]
-
-
-def leaves_of(nest):
-    containers, leaves = inside(nest)
-    return [*leaves, *(x for each in containers for x in leaves_of(each))]
+def described(nest):
+    """Returns a nest of the containers' types and of the leaves' dtypes."""
+    if isinstance(nest, dict):
+        return type(nest), {key: described(nest[key]) for key in nest}
+    if isinstance(nest, list | tuple):
+        return type(nest), [described(each) for each in nest]
+    return helpers.dtype_of(nest)
 
 
 @pytest.mark.costly

@@ -8,21 +8,19 @@ import pytest
 from keras import layers, ops
 
 import tfmix
+from tests import helpers, steps
 
-ON_JAX = keras.backend.backend() == "jax"
 NAMES = ("mixed_float16", "mixed_bfloat16")
-# They are eager, a compiled function, and XLA; JAX compiles only with XLA.
-WAYS = ("xla", "eager") if ON_JAX else ("eager", "graph", "xla")
 # A mean over many inputs that were rounded to 16 bit differs by this.
 ROUNDED_INPUTS = {"rtol": 1e-3}
 
 
-def results(layer, x, way, count=3):
+def results(layer, x, mode, count=3):
     """Returns the results of `count` calls of a layer."""
-    if way == "eager":
+    if mode == "eager":
         return [float(layer(x)[0, 0]) for _ in range(count)]
     model = keras.Sequential([layer])
-    model.compile(jit_compile=way == "xla")
+    model.compile(**steps.settings(mode))
     return [float(model.predict(x, verbose=0)[0, 0]) for _ in range(count)]
 
 
@@ -41,17 +39,17 @@ class Counts(layers.Layer):
         return x * ops.cast(old, x.dtype)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", steps.MODES)
 @pytest.mark.parametrize(
     ("dtype", "counter"), [("float32", "float32"), (None, "int32")]
 )
 @pytest.mark.parametrize("name", NAMES)
-def test_a_variable_that_was_cast_is_what_it_was_then(
-    name, dtype, counter, way
+def test_a_variable_that_was_cast_keeps_its_value_of_then(
+    name, dtype, counter, mode
 ):
     tfmix.set_global_policy(name)
     layer = Counts(counter, dtype=dtype)
-    assert results(layer, np.ones((1, 1), "float32"), way) == [0.0, 1.0, 2.0]
+    assert results(layer, np.ones((1, 1), "float32"), mode) == [0.0, 1.0, 2.0]
 
 
 class Inverts(layers.Layer):
@@ -63,116 +61,104 @@ class Inverts(layers.Layer):
         self.p = self.add_weight(shape=(2, 2), initializer="identity")
 
     def call(self, x):
-        if self.mixes and keras.backend.standardize_dtype(x.dtype) != "float32":
+        if self.mixes and helpers.dtype_of(x) != "float32":
             raise TypeError("not in 16 bit")
         return ops.matmul(x, ops.inv(ops.cast(self.p, x.dtype)))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", steps.MODES)
 @pytest.mark.parametrize(
     "layer", [{"dtype": "float32"}, {"mixes": True}, {}], ids=str
 )
 @pytest.mark.parametrize("name", NAMES)
-def test_linear_algebra_takes_a_variable_that_was_cast(name, layer, way):
+def test_linear_algebra_takes_a_variable_that_was_cast(name, layer, mode):
     tfmix.set_global_policy(name)
     x = np.array([[3.0, 4.0]], "float32")
-    assert results(Inverts(**layer), x, way, 1) == [3.0]
+    assert results(Inverts(**layer), x, mode, 1) == [3.0]
 
 
-def mean_by(spelling, v, b, momentum):
-    """Moves a variable `v` towards `b` in one of the common ways."""
-    if spelling == "sum of two":
-        v.assign(momentum * v + (1 - momentum) * b)
-    elif spelling == "ops":
-        old = ops.multiply(v, momentum)
-        v.assign(ops.add(old, ops.multiply(b, 1 - momentum)))
-    elif spelling == "difference":
-        v.assign(v + (1 - momentum) * (b - v))
-    elif spelling == "add":
-        v.assign_add((1 - momentum) * (b - v))
-    elif spelling == "sub":
-        v.assign_sub((v - b) * (1 - momentum))
-    elif spelling == "stopped":
-        new = v.value * momentum + b * (1 - momentum)
-        v.assign(ops.stop_gradient(new))
-    elif spelling == "backend":
-        v.assign(of_backend(v.value, b, momentum))
-    elif spelling == "cast":
-        b = ops.cast(b, "float32")
-        v.assign(v * momentum + b * (1 - momentum))
-
-
-def of_backend(v, b, momentum):
-    """Does the same with the backend's own functions, unseen by tfmix."""
-    if ON_JAX:
+def by_functions_of_the_backend(v, b, momentum):
+    """Moves a variable by functions that tfmix does not see."""
+    if helpers.ON_JAX:
         import jax
 
-        return jax.lax.add(
-            v * momentum, jax.lax.mul(b, b.dtype.type(1 - momentum))
-        )
+        rest = jax.lax.mul(b, b.dtype.type(1 - momentum))
+        v.assign(jax.lax.add(v.value * momentum, rest))
+        return
     import tensorflow as tf
 
-    return tf.add(
-        tf.multiply(v, tf.cast(momentum, v.dtype)),
-        tf.multiply(b, tf.cast(1 - momentum, b.dtype)),
-    )
+    rest = tf.multiply(b, tf.cast(1 - momentum, b.dtype))
+    v.assign(tf.add(tf.multiply(v.value, momentum), rest))
 
 
-SPELLINGS = (
-    *("sum of two", "ops", "difference", "add", "sub"),
-    *("stopped", "backend", "cast"),
-)
+# Each moves a variable `v` towards `b` in one of the common ways.
+SPELLINGS = {
+    "sum of two": lambda v, b, m: v.assign(m * v + (1 - m) * b),
+    "ops": lambda v, b, m: v.assign(
+        ops.add(ops.multiply(v, m), ops.multiply(b, 1 - m))
+    ),
+    "difference": lambda v, b, m: v.assign(v + (1 - m) * (b - v)),
+    "add": lambda v, b, m: v.assign_add((1 - m) * (b - v)),
+    "sub": lambda v, b, m: v.assign_sub((v - b) * (1 - m)),
+    "stopped": lambda v, b, m: v.assign(
+        ops.stop_gradient(v.value * m + b * (1 - m))
+    ),
+    "backend": by_functions_of_the_backend,
+    "cast": lambda v, b, m: v.assign(v * m + ops.cast(b, "float32") * (1 - m)),
+}
 
 
 class Averages(layers.Layer):
     """A user's batch normalization, without a variance."""
 
-    def __init__(self, spelling, momentum, **kwargs):
-        super().__init__(**kwargs)
-        self.spelling, self.momentum = spelling, momentum
+    def __init__(self, spelling):
+        super().__init__()
+        self.move = SPELLINGS[spelling]
 
     def build(self, shape):
-        self.mean = self.add_weight(
-            shape=(shape[-1],), initializer="zeros", trainable=False
-        )
-        self.total = self.add_weight(
-            shape=(), initializer="zeros", trainable=False
-        )
+        self.mean, self.total = self.statistics = [
+            self.add_weight(shape=of, initializer="zeros", trainable=False)
+            for of in (shape[-1:], ())
+        ]
 
     def call(self, x, training=None):
         if training:
             b = ops.mean(x, 0)
-            mean_by(self.spelling, self.mean, b, self.momentum)
+            self.move(self.mean, b, 0.98)
             self.total.assign_add(ops.sum(x))
             return x - b
         return x - self.mean
 
 
-def averages_after(spelling, momentum, way, steps=20, batch=25):
-    """Returns a layer's statistics after training on steady data."""
-    rng = np.random.default_rng(0)
-    x = rng.normal([5.0, 5.1, 4.9], 0.2, (steps * batch, 3)).astype("float32")
-    y = np.zeros((len(x), 1), "float32")
-    layer = Averages(spelling, momentum)
+def statistics_after(policy, make, x, mode):
+    """Returns what a layer has assigned after training in 40 steps."""
+    tfmix.set_global_policy(policy)
+    layer = make()
     model = keras.Sequential([layer, layers.Dense(1)])
-    model.compile(
-        "sgd", "mse", run_eagerly=way == "eager", jit_compile=way == "xla"
-    )
-    model.fit(x, y, batch_size=batch, shuffle=False, verbose=0)
-    return [np.array(v) for v in (layer.mean, layer.total)]
+    # Nothing learns, so all that differs is what the layer assigns.
+    sgd = keras.optimizers.SGD(0.0)
+    model.compile(sgd, "mse", **steps.settings(mode))
+    y = np.zeros((len(x), 1), "float32")
+    model.fit(x, y, batch_size=len(x) // 40, shuffle=False, verbose=0)
+    return [np.array(v) for v in layer.statistics]
 
 
-@pytest.mark.parametrize("way", WAYS)
+def assert_statistics_are_those_of_float32(policy, make, x, mode):
+    right = statistics_after("float32", make, x, mode)
+    found = statistics_after(policy, make, x, mode)
+    for actual, expected in zip(found, right, strict=True):
+        np.testing.assert_allclose(actual, expected, **ROUNDED_INPUTS)
+
+
+@pytest.mark.parametrize("mode", steps.MODES)
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize("name", NAMES)
-def test_running_statistics_are_those_of_float32(name, spelling, way):
-    tfmix.set_global_policy("float32")
-    right = averages_after(spelling, 0.98, way)
-    tfmix.set_global_policy(name)
-    found = averages_after(spelling, 0.98, way)
-    for actual, expected in zip(found, right, strict=True):
-        # The inputs of a layer are rounded to 16 bit, with random errors.
-        np.testing.assert_allclose(actual, expected, **ROUNDED_INPUTS)
+def test_running_statistics_are_those_of_float32(name, spelling, mode):
+    rng = np.random.default_rng(0)
+    x = rng.normal([5.0, 5.1, 4.9], 0.2, (1000, 3)).astype("float32")
+    assert_statistics_are_those_of_float32(
+        name, lambda: Averages(spelling), x, mode
+    )
 
 
 class Codebook(layers.Layer):
@@ -242,37 +228,19 @@ class Centres(layers.Layer):
         return x - ops.take(self.centres, classes[:1], axis=0)
 
 
-def statistics_after(make, way, steps=40, batch=8):
-    """Returns what a layer has assigned after training on clustered data."""
-    rng = np.random.default_rng(0)
-    centres = np.array([[0, 0, 1], [0, 2, 0], [3, 0, 0], [4, 4, 4]])
-    x = centres[np.arange(steps * batch) % 4] + rng.normal(
-        0.3, 0.05, (steps * batch, 3)
-    )
-    # Casts do not change these inputs.
-    x = np.array(ops.cast(ops.cast(x, "bfloat16"), "float32"))
-    y = np.zeros((len(x), 1), "float32")
-    layer = make()
-    model = keras.Sequential([layer, layers.Dense(1)])
-    # Nothing learns, so all that differs is what the layer assigns.
-    sgd = keras.optimizers.SGD(0.0)
-    model.compile(
-        sgd, "mse", run_eagerly=way == "eager", jit_compile=way == "xla"
-    )
-    model.fit(x, y, batch_size=batch, shuffle=False, verbose=0)
-    return [np.array(v) for v in layer.statistics]
+def clusters():
+    """Returns numbers around four points, which casts do not change."""
+    points = np.array([[0, 0, 1], [0, 2, 0], [3, 0, 0], [4, 4, 4]])
+    noise = np.random.default_rng(0).normal(0.3, 0.05, (320, 3))
+    x = points[np.arange(320) % 4] + noise
+    return np.array(ops.cast(ops.cast(x, "bfloat16"), "float32"))
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", steps.MODES[::-1])
 @pytest.mark.parametrize("make", [Codebook, MomentumEncoder, Centres])
 @pytest.mark.parametrize("name", NAMES)
 def test_whatever_is_assigned_to_float32_is_computed_in_float32(
-    name, make, way
+    name, make, mode
 ):
-    tfmix.set_global_policy("float32")
-    right = statistics_after(make, way)
-    tfmix.set_global_policy(name)
-    found = statistics_after(make, way)
-    for actual, expected in zip(found, right, strict=True):
-        np.testing.assert_allclose(actual, expected, **ROUNDED_INPUTS)
+    assert_statistics_are_those_of_float32(name, make, clusters(), mode)

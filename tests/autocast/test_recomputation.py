@@ -6,93 +6,90 @@ import pytest
 from keras import layers, ops
 
 import tfmix
+from tests import helpers, steps
 
-ON_JAX = keras.backend.backend() == "jax"
-if not ON_JAX:
+if not helpers.ON_JAX:
+    import tensorflow as tf
     from tensorflow import recompute_grad as IMPORTED_BEFORE
-MODES = ["eager", "jit"] if ON_JAX else ["eager", "graph", "jit"]
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(16, 8)).astype("float32")
 Y = np.full((16, 1), 0.3, "float32")
 
 
 class Recomputes(layers.Layer):
-    """Has a weight, and a function wrapped once."""
+    """Multiplies by a weight in a way that computes the product again."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
 
     def build(self, shape):
         self.w = self.add_weight(shape=(shape[-1], 8))
         self.product = keras.remat(lambda x: ops.matmul(x, self.w))
 
-
-class ByTensorFlow(Recomputes):
     def call(self, x):
-        import tensorflow as tf
-
-        return tf.recompute_grad(lambda t: t @ self.w)(x)
+        return self.function(self, x)
 
 
-class ByKeras(Recomputes):
-    def call(self, x):
-        return keras.remat(lambda t: ops.matmul(t, self.w))(x)
-
-
-class ByWhatBuildMade(Recomputes):
-    def call(self, x):
-        return self.product(x)
-
-
-class ByAnOpUnderARule(Recomputes):
-    def call(self, x):
-        return keras.remat(lambda t: ops.softmax(ops.matmul(t, self.w)))(x)
-
-
-class ByALayerInside(Recomputes):
+class WithALayerInside(Recomputes):
     def build(self, shape):
         super().build(shape)
         self.inner = layers.Dense(8)
         self.inner.build((None, 8))
 
-    def call(self, x):
-        return keras.remat(lambda t: self.inner(ops.matmul(t, self.w)))(x)
+
+def by_keras(layer, x):
+    return keras.remat(lambda t: ops.matmul(t, layer.w))(x)
 
 
-class ByAFunctionImportedBefore(Recomputes):
-    def call(self, x):
-        return IMPORTED_BEFORE(lambda t: t @ self.w)(x)
+def by_what_build_made(layer, x):
+    return layer.product(x)
 
 
-class ByATapeInItsGradient(Recomputes):
+def by_an_op_under_a_rule(layer, x):
+    return keras.remat(lambda t: ops.softmax(ops.matmul(t, layer.w)))(x)
+
+
+def by_a_layer_inside(layer, x):
+    return keras.remat(lambda t: layer.inner(ops.matmul(t, layer.w)))(x)
+
+
+def by_tensorflow(layer, x):
+    return tf.recompute_grad(lambda t: t @ layer.w)(x)
+
+
+def by_a_function_imported_before(layer, x):
+    return IMPORTED_BEFORE(lambda t: t @ layer.w)(x)
+
+
+def by_a_tape_in_its_gradient(layer, x):
     """Does by hand what `tf.recompute_grad` does."""
 
-    def call(self, x):
-        import tensorflow as tf
+    @tf.custom_gradient
+    def product(x):
+        def gradient(upstream, variables=()):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                again = x @ layer.w
+            found = tape.gradient(again, [x, *variables], upstream)
+            return found[0], found[1:]
 
-        @tf.custom_gradient
-        def product(x):
-            def gradient(upstream, variables=()):
-                with tf.GradientTape() as tape:
-                    tape.watch(x)
-                    again = x @ self.w
-                found = tape.gradient(again, [x, *variables], upstream)
-                return found[0], found[1:]
+        return x @ layer.w, gradient
 
-            return x @ self.w, gradient
-
-        return product(x)
+    return product(x)
 
 
-class ByAWeightInItsGradient(Recomputes):
-    def call(self, x):
-        @ops.custom_gradient
-        def identity(x):
-            def gradient(*results, upstream=None):
-                # Keras's backends call it differently.
-                upstream = results[0] if upstream is None else upstream
-                return upstream + ops.matmul(upstream, 0 * self.w)
+def by_a_weight_in_its_gradient(layer, x):
+    @ops.custom_gradient
+    def identity(x):
+        def gradient(*results, upstream=None):
+            # Keras's backends call it differently.
+            upstream = results[0] if upstream is None else upstream
+            return upstream + ops.matmul(upstream, 0 * layer.w)
 
-            return x + 0, gradient
+        return x + 0, gradient
 
-        return identity(ops.matmul(x, self.w))
+    return identity(ops.matmul(x, layer.w))
 
 
 class Residual(layers.Layer):
@@ -105,19 +102,11 @@ class Residual(layers.Layer):
         return self.norm(self.dense(x) + x)
 
 
-OWN = {
-    made.__name__: made
-    for made in (
-        ByKeras,
-        ByWhatBuildMade,
-        ByAnOpUnderARule,
-        ByALayerInside,
-        # JAX refuses a weight that a gradient closes over, even in float32.
-        *([] if ON_JAX else [ByAWeightInItsGradient]),
-        *([] if ON_JAX else [ByTensorFlow, ByAFunctionImportedBefore]),
-        *([] if ON_JAX else [ByATapeInItsGradient]),
-    )
-}
+OWN = [by_keras, by_what_build_made, by_an_op_under_a_rule, by_a_layer_inside]
+if not helpers.ON_JAX:
+    OWN += [by_tensorflow, by_a_function_imported_before]
+    # JAX refuses a weight that a gradient closes over, even in float32.
+    OWN += [by_a_tape_in_its_gradient, by_a_weight_in_its_gradient]
 SCOPES = {
     "full": keras.RematScope("full"),
     "activations": keras.RematScope("activations"),
@@ -128,13 +117,18 @@ IN_SCOPE = {
     "dense": lambda: layers.Dense(8, "relu", name="it"),
     "residual": lambda: Residual(name="it"),
 }
-# Keras cannot compute these, even in float32.
-REFUSED_BY_KERAS = {
-    ("full", "graph"),
-    ("full", "jit"),
-    ("larger_than", "graph"),
-    ("larger_than", "jit"),
-}
+# Keras cannot compute these under TensorFlow, even in float32.
+REFUSED_BY_KERAS = [
+    (scope, mode)
+    for scope in ("full", "larger_than")
+    for mode in ("graph", "xla")
+    if not helpers.ON_JAX
+]
+
+
+def own(function):
+    inside = function is by_a_layer_inside
+    return lambda: (WithALayerInside if inside else Recomputes)(function)
 
 
 def model_of(make):
@@ -144,10 +138,8 @@ def model_of(make):
 
 
 def losses(model, mode):
-    eager, jit = mode == "eager", mode == "jit"
-    model.compile(
-        keras.optimizers.SGD(0.1), "mse", run_eagerly=eager, jit_compile=jit
-    )
+    sgd = keras.optimizers.SGD(0.1)
+    model.compile(sgd, "mse", **steps.settings(mode))
     return model.fit(X, Y, 16, 4, verbose=0, shuffle=False).history["loss"]
 
 
@@ -162,23 +154,23 @@ def check_as_in_float32(make, mode, policy):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", OWN)
-def test_a_layer_that_recomputes_trains_as_in_float32(name, mode, policy):
-    check_as_in_float32(OWN[name], mode, policy)
+@pytest.mark.parametrize("mode", steps.MODES)
+@pytest.mark.parametrize("function", OWN)
+def test_a_layer_that_recomputes_trains_as_in_float32(function, mode, policy):
+    check_as_in_float32(own(function), mode, policy)
 
 
 @pytest.mark.costly
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", steps.MODES)
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("kind", IN_SCOPE)
 def test_a_layer_of_a_scope_trains_as_in_float32(kind, scope, mode, policy):
-    if not ON_JAX and (scope, mode) in REFUSED_BY_KERAS:
+    if (scope, mode) in REFUSED_BY_KERAS:
         pytest.skip("Keras refuses it in float32 as well")
-    if not ON_JAX and scope == "list_of_layers" and mode != "eager":
+    if not helpers.ON_JAX and scope == "list_of_layers" and mode != "eager":
         pytest.skip("TensorFlow refuses the keywords of Keras's call")
-    if scope == "larger_than" and (kind == "residual" or ON_JAX):
+    if scope == "larger_than" and (kind == "residual" or helpers.ON_JAX):
         pytest.skip("Keras cannot tell the size of what it returns")
 
     def make():
@@ -189,11 +181,12 @@ def test_a_layer_of_a_scope_trains_as_in_float32(kind, scope, mode, policy):
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", steps.MODES)
 def test_a_model_with_its_policy_trains_as_in_float32(mode):
-    exact = losses(model_of(ByAnOpUnderARule), mode)
+    make = own(by_an_op_under_a_rule)
+    exact = losses(model_of(make), mode)
     with tfmix.policy_scope("mixed_float16"):
-        model = model_of(ByAnOpUnderARule)
+        model = model_of(make)
     np.testing.assert_allclose(losses(model, mode), exact, rtol=0.005)
 
 

@@ -145,9 +145,7 @@ def test_a_chosen_layer_computes_the_product_its_bias_and_activation():
     narrow = [ops.cast(each, "bfloat16") for each in (x, dense.kernel)]
     expected = ops.relu(product.product(*narrow) + 1)
     found = run(model, x)
-    np.testing.assert_array_equal(
-        found, helpers.to_numpy(ops.cast(expected, "float32"))
-    )
+    np.testing.assert_array_equal(found, helpers.to_numpy(expected))
     with tfmix.policy_scope("mixed_bfloat16"):
         other = keras.models.clone_model(model)
     other.set_weights(model.get_weights())
@@ -197,7 +195,7 @@ def test_training_op_by_op_ends_at_the_loss_of_bfloat16():
 
 
 @pytest.mark.slow
-def test_a_saved_model_is_a_plain_one(tmp_path):
+def test_a_saved_model_is_a_plain_keras_model(tmp_path):
     model, _ = fitted(policy(), epochs=1)
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
@@ -268,10 +266,7 @@ def test_lora_trains_in_float8():
     before = helpers.snapshot(model.get_layer("wide").trainable_variables)
     model.fit(digits()[0][:64], np.ones((64, 10)), verbose=0)
     after = helpers.snapshot(model.get_layer("wide").trainable_variables)
-    assert any(
-        not np.array_equal(one, other)
-        for one, other in zip(before, after, strict=True)
-    )
+    assert not all(map(np.array_equal, before, after))
 
 
 # Keras cannot do this on TensorFlow: `tf.recompute_grad` has no keywords.
@@ -291,24 +286,6 @@ def test_rematerialized_attention_computes_the_same(rules):
     # XLA fuses other operations, so some roundings differ.
     for one, other in zip(*results, strict=True):
         assert np.abs(one - other).mean() < 2e-3
-
-
-@pytest.mark.slow
-@helpers.requires_backend("tensorflow")
-def test_replicas_stay_equal():
-    strategy = helpers.mirrored_strategy()
-    with strategy.scope():
-        model = classifier()
-        model.compile("adam", "mse", jit_compile=False)
-    x, _ = digits()
-    history = model.fit(
-        x[:128], np.ones((128, 10)), batch_size=64, epochs=3, verbose=0
-    )
-    losses = history.history["loss"]
-    assert losses[-1] < losses[0]
-    for variable in model.trainable_variables:
-        one, other = (each.numpy() for each in variable.value.values)
-        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.slow
@@ -369,7 +346,7 @@ def test_layers_that_override_call_or_are_quantized_are_left_out():
     }
 
 
-def test_a_model_without_a_suitable_layer_warns_once(caplog):
+def test_a_model_without_a_large_layer_warns_once(caplog):
     model = classifier("mixed_float8")
     with caplog.at_level("WARNING"):
         run(model, digits()[0][:4])

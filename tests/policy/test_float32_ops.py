@@ -3,9 +3,13 @@
 import json
 import pathlib
 
+import keras
+import pytest
+
 from benchmarks import layer_ops
 from tfmix._keras import op_places
 from tfmix.policy import float32_ops
+from tfmix.policy.policy import Policy
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 
@@ -38,11 +42,43 @@ def test_every_default_op_is_in_the_guide():
     assert [name for name in names if f"`{name}`" not in text] == []
 
 
-def test_an_omitted_op_can_be_added():
+def test_lists_are_copies_that_can_be_extended_and_shortened():
     others = [
         name
         for name in layer_ops.CASES
         if name not in float32_ops.DEFAULT_FLOAT32_OPS and op_places.is_op(name)
     ]
     assert "exp" in others
-    assert set(float32_ops.default_float32_ops(add=others)) > set(others)
+    mine = float32_ops.default_float32_ops(add=others)
+    assert set(mine) == {*float32_ops.DEFAULT_FLOAT32_OPS, *others}
+    mine.clear()
+    assert "softmax" in float32_ops.default_float32_ops()
+    assert "sum" not in float32_ops.default_float32_ops(remove=["sum"])
+
+
+def test_the_default_list_has_no_double_and_only_real_ops():
+    names = float32_ops.DEFAULT_FLOAT32_OPS
+    assert float32_ops.resolve(names) == names
+    missing = [name for name in names if not op_places.is_op(name)]
+    if keras.version() >= "3.15":
+        assert missing == []
+
+
+@pytest.mark.parametrize(
+    ("names", "error", "message"),
+    [
+        (["sofmax"], ValueError, r"'sofmax'.*Did you mean 'softmax'\?"),
+        (["sum", "sum"], ValueError, "twice.*'sum'"),
+        (["cast"], ValueError, "take tensors.*'cast'"),
+        ("sum", TypeError, r"list of op names.*float32_ops='sum'"),
+        ([keras.ops.sum], TypeError, "takes names.*function"),
+    ],
+)
+def test_a_wrong_list_is_an_error(names, error, message):
+    with pytest.raises(error, match=message):
+        Policy("mixed_float16", float32_ops=names)
+
+
+def test_removing_what_is_not_on_the_list_is_an_error():
+    with pytest.raises(ValueError, match="`remove`.*'softmx'.*'softmax'"):
+        float32_ops.default_float32_ops(remove=["softmx"])
