@@ -37,9 +37,8 @@ def run(name: str, folder: pathlib.Path | None, quiet: bool) -> list[str]:
         command = [sys.executable, "-m", f"benchmarks.{name}"]
         if folder is not None:
             command.append(f"--save={folder}")
-        minutes = catalogue.by_name(name).minutes
-        title = " ".join(filter(None, [name, backend]))
-        logging.info("%s, about %g min", title, minutes)
+        title = f"{name} {backend}"
+        logging.info(title)
         result = subprocess.run(
             command,
             cwd=_ROOT,

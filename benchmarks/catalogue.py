@@ -34,8 +34,6 @@ class Benchmark:
         about: Explanation of the measurement, as Markdown.
         backends: The Keras backends to run it under.
         quotes: The tables that the page shows; `None` for all.
-        minutes: The approximate time on two cores, per backend.
-        missing: The text of the page without a result.
     """
 
     name: str
@@ -43,8 +41,6 @@ class Benchmark:
     about: str
     backends: tuple[str, ...]
     quotes: tuple[Quote, ...] | None = ()
-    minutes: float = 1.0
-    missing: str = "Not measured yet."
 
 
 _SCALED = {"optimizer": ["Keras", "tfmix"]}
@@ -62,9 +58,6 @@ BENCHMARKS = (
         "Whole training steps with `model.fit`. TensorFlow was not timed.",
         (JAX, TENSORFLOW),
         None,
-        minutes=8,
-        missing="No GPU has been measured yet: run `python -m benchmarks.gpu "
-        "--save=docs` on a machine that has one.",
     ),
     Benchmark(
         "wild",
@@ -72,9 +65,8 @@ BENCHMARKS = (
         "The scripts of `tests/wild` are written as people write them: "
         "examples of Keras, research code, layers with fixed dtypes. The "
         "tests compare their final losses with float32.",
-        (TENSORFLOW, JAX),
+        (TENSORFLOW,),
         (Quote(TENSORFLOW, "Scripts with one line on top, mixed_float16"),),
-        minutes=3,
     ),
     Benchmark(
         "pretrained",
@@ -86,10 +78,6 @@ BENCHMARKS = (
         "weights and Adam's state in float32.",
         (TENSORFLOW,),
         (Quote(TENSORFLOW, "Mixed policies against float32", _PRETRAINED),),
-        minutes=15,
-        missing="Not measured yet: `make targets`, `make pretrained "
-        "VENV=.venv-targets`, then `python -m benchmarks.pretrained "
-        "--save=docs` with `.venv-targets/bin/python`.",
     ),
     Benchmark(
         "faults",
@@ -97,9 +85,8 @@ BENCHMARKS = (
         "Each case provokes one fault: a NaN on one replica, a loss scale of "
         "0, a killed process. A run survives if its weights, "
         "statistics and loss scale are what the next good step needs.",
-        (TENSORFLOW, JAX),
+        (TENSORFLOW,),
         (Quote(TENSORFLOW, "Survived"),),
-        minutes=8,
     ),
     Benchmark(
         "low_memory",
@@ -107,7 +94,7 @@ BENCHMARKS = (
         "The same training with the optimizer state in float32 and in 8 bits; "
         "mean and standard deviation of five seeds. More in "
         "[Memory](memory.md#optimizer-state-in-8-bits).",
-        (JAX, TENSORFLOW),
+        (JAX,),
         (
             Quote(JAX, "Digits, accuracy in %", _STATE),
             Quote(JAX, "Language of a text, accuracy in %", _STATE),
@@ -117,7 +104,6 @@ BENCHMARKS = (
                 ("model", "timed", "ratio"),
             ),
         ),
-        minutes=30,
     ),
     Benchmark(
         "master",
@@ -126,7 +112,6 @@ BENCHMARKS = (
         "deviation of five seeds. More in [Memory](memory.md#16-bit-weights).",
         (TENSORFLOW,),
         (Quote(TENSORFLOW, "Digits"),),
-        minutes=10,
     ),
     Benchmark(
         "overhead",
@@ -139,7 +124,6 @@ BENCHMARKS = (
             Quote(TENSORFLOW, "TensorFlow, under XLA", _OVERHEAD, _SCALED),
             Quote(JAX, "JAX", _OVERHEAD, _SCALED),
         ),
-        minutes=10,
     ),
     Benchmark(
         "graph",
@@ -149,7 +133,6 @@ BENCHMARKS = (
         "Each finite check and, in float16, each factor's scaling is a kernel.",
         (TENSORFLOW,),
         quotes=None,
-        minutes=2,
     ),
     Benchmark(
         "sparse_memory",
@@ -164,7 +147,6 @@ BENCHMARKS = (
                 ("optimizer", "ms", "peak memory, MB"),
             ),
         ),
-        minutes=2,
     ),
     Benchmark(
         "monitors",
@@ -179,7 +161,6 @@ BENCHMARKS = (
                 ("callback", "ratio"),
             ),
         ),
-        minutes=3,
     ),
     Benchmark(
         "compiled",
@@ -205,9 +186,6 @@ BENCHMARKS = (
                 {"policy": ["float32", "mixed_float16"]},
             ),
         ),
-        minutes=30,
-        missing="Not compiled yet: `make targets`, then `python -m "
-        "benchmarks.compiled --save=docs` with `.venv-targets/bin/python`.",
     ),
     Benchmark(
         "float8",
@@ -215,7 +193,7 @@ BENCHMARKS = (
         "A training step of two transformer blocks, compiled for an H200, by "
         "where the scale of each tensor comes from. More in "
         "[float8](float8.md).",
-        (JAX, TENSORFLOW),
+        (JAX,),
         (
             Quote(
                 JAX,
@@ -223,9 +201,6 @@ BENCHMARKS = (
                 ("products", "in float8", "kernels", "GB moved"),
             ),
         ),
-        minutes=4,
-        missing="Not compiled yet: `make targets`, then `python -m "
-        "benchmarks.float8 --save=docs` with `.venv-targets/bin/python`.",
     ),
     Benchmark(
         "layers",
@@ -234,7 +209,6 @@ BENCHMARKS = (
         "backward, against float32. [What stays "
         "float32](what-stays-float32.md#how-it-was-measured) has the counts.",
         (TENSORFLOW, JAX),
-        minutes=10,
     ),
 )
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from concurrent import futures
 from typing import Any
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import keras

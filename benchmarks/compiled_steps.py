@@ -130,26 +130,25 @@ def say_scaled(optimizer: Any) -> None:
 
 def row(made: compilers.Compiled) -> dict[str, Any]:
     """Returns the row of a program in a table."""
-    program = compiled_text.read(made.text)
-    return {
-        "kernels": program.kernels,
-        "copies": program.copies,
-        "conditionals": program.conditionals,
-        "temporaries, MB": made.extra / 1e6,
-        "GB moved": program.bytes / 1e9,
-    }
+    return _row(compiled_text.read(made.text), made.extra)
 
 
 def whole_row(step: compiled_step.CompiledStep) -> dict[str, Any]:
     """Returns the row of a whole training step in a table."""
     return {
-        "kernels": step.kernels,
-        "copies": step.copies,
-        "conditionals": step.conditionals,
-        "temporaries, MB": step.memory.temporaries / 1e6,
+        **_row(step, step.memory.temporaries),
         "peak, MB": step.memory.peak / 1e6,
-        "GB moved": step.bytes / 1e9,
         "in 16 bit": f"{step.share_16bit:.0%}",
         "exchanged, MB": f"{step.exchanged / 1e6:.3f} ({step.exchanges})",
         "at least, ms": f"{1e3 * step.seconds:.3f} ({step.bound})",
+    }
+
+
+def _row(program: Any, temporaries: int) -> dict[str, Any]:
+    return {
+        "kernels": program.kernels,
+        "copies": program.copies,
+        "conditionals": program.conditionals,
+        "temporaries, MB": temporaries / 1e6,
+        "GB moved": program.bytes / 1e9,
     }

@@ -8,20 +8,15 @@ Every outcome is computed from this run. The exit status is 1 if tfmix does not
 survive a row.
 """
 
-import os
-import sys
 from collections.abc import Mapping, Sequence
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-
-import keras
 from absl import flags, logging
 
 from benchmarks import results
 from benchmarks.fault_cases import catalogue, resumable, systems
 from benchmarks.fault_cases.record import Fault, Outcome
 
-# By the name of a fault and of a library.
+# The keys are the names of a fault and of a library.
 Outcomes = Mapping[tuple[str, str], Outcome]
 
 
@@ -61,16 +56,15 @@ FLAGS = results.flag_values()
 flags.DEFINE_list("only", [], "names of faults", flag_values=FLAGS)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(words: list[str] | None = None) -> int:
     """Parses, runs, prints; returns the exit status."""
-    words = sys.argv[1:] if arguments is None else arguments
-    run = results.Run("faults", words, keras.backend.backend())
     results.parse(FLAGS, words)
     faults = [catalogue.by_name(name) for name in FLAGS.only]
     faults = faults or catalogue.on_this_backend()
-    made = tables(faults, run_all(faults))
-    results.publish(run.record(made), FLAGS)
-    return int(made[1].rows[-1]["survived"] < len(faults))
+    _, survived = results.measure(
+        "faults", FLAGS, lambda: tables(faults, run_all(faults)), words=words
+    )
+    return int(survived.rows[-1]["survived"] < len(faults))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import keras

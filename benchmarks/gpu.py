@@ -30,7 +30,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from absl import app, flags, logging
@@ -104,7 +104,7 @@ class File:
         self._lock = threading.Lock()
         parts: dict[str, Any] = {part: [] for part in PARTS}
         self.record = {**parts, **(read(path) or record)}
-        #: Where TensorFlow's programs are.
+        # This folder has TensorFlow's programs.
         self.programs = folder_of(path)
         here, there = origin(record), origin(self.record)
         if here != there:
@@ -113,12 +113,9 @@ class File:
                 "file by --into"
             )
 
-    def has(self, job: tuple[str, ...]) -> bool:
-        """Returns whether the file has a model's row."""
-        return any(
-            tuple(row[name] for name in _KEY) == job
-            for row in self.record["models"]
-        )
+    def rows(self, part: str, columns: Iterable[str]) -> list[tuple[Any, ...]]:
+        """Returns some columns of the rows of a part."""
+        return [tuple(map(row.get, columns)) for row in self.record[part]]
 
     def add(self, part: str, row: dict[str, Any]) -> None:
         """Adds a row and writes the whole file, or nothing."""
@@ -169,21 +166,16 @@ def answered(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Runs a job in a process; yields the part and the row of each answer."""
     if job == ("products",):
-        known = [
-            f"{row['rows']},{row['k']},{row['n']}"
-            for row in file.record["products"]
-        ]
-        module = "benchmarks.gpu_products"
-        for row in answers.answers_of(module, *words, *known):
+        shapes = file.rows("products", ("rows", "k", "n"))
+        words = [*words, *(",".join(map(str, shape)) for shape in shapes)]
+        for row in answers.answers_of("benchmarks.gpu_products", *words):
             yield "products", row
     elif job[0] == "tensorflow":
-        known = {row["model"] for row in file.record["tensorflow"]}
-        if job[1] not in known:
-            module = "benchmarks.gpu_tensorflow"
+        if job[1:] not in file.rows("tensorflow", ("model",)):
             words = ["time", job[1], file.programs, *words]
-            for row in answers.answers_of(module, *words):
+            for row in answers.answers_of("benchmarks.gpu_tensorflow", *words):
                 yield "tensorflow", {"model": job[1], **row}
-    elif not file.has(job):
+    elif job not in file.rows("models", _KEY):
         row = answers.answer_of("benchmarks.gpu_worker", *job, *words)
         if row is not None:
             yield "models", dict(zip(_KEY, job, strict=True)) | row
@@ -232,7 +224,7 @@ def tables(record: dict[str, Any]) -> list[results.Table]:
     """Returns the tables of a file's rows, in the order of the jobs."""
     models = sorted(
         record["models"],
-        key=lambda row: JOBS.index(tuple(row[name] for name in _KEY)),
+        key=lambda row: JOBS.index(tuple(map(row.get, _KEY))),
     )
     columns = ("precision", "library", "optimizer", "first step, s")
     columns += ("ms a step", "peak, GB")

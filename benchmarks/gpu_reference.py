@@ -26,16 +26,13 @@ def initial(width: int, blocks: int, vocabulary: int, **_: Any) -> Weights:
         values = random.normal(size=shape) / np.sqrt(shape[-2])
         return jnp.asarray(values, jnp.float32)
 
-    def each(**arrays: Any) -> Weights:
-        return arrays
-
     def normal(*leading: int) -> Weights:
         shape = (*leading, width)
-        return each(scale=jnp.ones(shape), offset=jnp.zeros(shape))
+        return dict(scale=jnp.ones(shape), offset=jnp.zeros(shape))
 
     def dense(inputs: int, outputs: int, *leading: int) -> Weights:
         kernel = drawn(*leading, inputs, outputs)
-        return each(kernel=kernel, bias=jnp.zeros((*leading, outputs)))
+        return dict(kernel=kernel, bias=jnp.zeros((*leading, outputs)))
 
     return {
         "embedding": drawn(vocabulary, width),

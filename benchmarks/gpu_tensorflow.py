@@ -12,7 +12,6 @@ time does not depend on them.
 """
 
 import contextlib
-import os
 import pathlib
 import re
 import statistics
@@ -20,8 +19,6 @@ import sys
 import time
 from collections.abc import Iterator
 from typing import Any
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 from benchmarks import answers, gpu_worker
 
@@ -38,18 +35,8 @@ STEPS = {
     "transformer": _ALL,
     "resnet50": _ALL,
 }
-_DTYPES = {
-    "f32": "float32",
-    "f16": "float16",
-    "bf16": "bfloat16",
-    "i1": "bool",
-    "i8": "int8",
-    "i32": "int32",
-    "i64": "int64",
-    "ui8": "uint8",
-    "ui32": "uint32",
-    "ui64": "uint64",
-}
+# The names of StableHLO's types without their bits.
+_KINDS = {"f": "float", "bf": "bfloat", "i": "int", "ui": "uint"}
 
 
 def path_of(
@@ -158,7 +145,10 @@ class Program:
 
         name = tensor.removeprefix("tensor<").removesuffix(">")
         *sizes, dtype = name.split("x")
-        zeros = jax.numpy.zeros(list(map(int, sizes)), _DTYPES[dtype])
+        kind = dtype.rstrip("0123456789")
+        named = _KINDS[kind] + dtype.removeprefix(kind)
+        named = "bool" if named == "int1" else named
+        zeros = jax.numpy.zeros(list(map(int, sizes)), named)
         return jax.device_put(zeros, self._device)
 
 

@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # Several rows have weights on the device, so each only allocates what it needs.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")

@@ -1,4 +1,4 @@
-"""What a training step runs in TensorFlow without XLA, beside Keras's policies.
+"""Compares a step without XLA in TensorFlow with that of Keras's policies.
 
 python -m benchmarks.graph [--json] [--save=docs]
 
@@ -12,11 +12,8 @@ import collections
 import contextlib
 import functools
 import math
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 from absl import flags
 

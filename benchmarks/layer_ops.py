@@ -134,25 +134,8 @@ def _rows(op: Any, x: Any) -> Any:
     return op(x, axis=-1)
 
 
-def _middle(op: Any, x: Any) -> Any:
-    return op(x, axis=1)
-
-
 def _pair(op: Any, x: Any, y: Any) -> Any:
     return op(x, y)
-
-
-def _pool(op: Any, x: Any) -> Any:
-    return op(x, (1024,), (1024,), data_format="channels_last")
-
-
-def _adaptive(op: Any, x: Any) -> Any:
-    return op(x, 4, data_format="channels_last")
-
-
-def _segments(op: Any, x: Any) -> Any:
-    ids = np.arange(len(x)) % 2
-    return op(x, ids, num_segments=2)
 
 
 _ELEMENTS, _LONG, _SERIES = (8, 512), (4, 4096), (2, 4096, 8)
@@ -183,7 +166,9 @@ CASES: dict[str, Case] = {
     **dict.fromkeys(
         _LOGARITHMS, Case(_plain, _drawing(_ELEMENTS, positive=True))
     ),
-    **dict.fromkeys(_SUMS, Case(_middle, _drawing(_SERIES))),
+    **dict.fromkeys(
+        _SUMS, Case(lambda op, x: op(x, axis=1), _drawing(_SERIES))
+    ),
     **dict.fromkeys(_ROWS, Case(_rows, _drawing(_LONG))),
     **dict.fromkeys(_NORMALISERS, Case(_plain, _drawing(_LONG))),
     **dict.fromkeys(_PRODUCTS, Case(_rows, _near_one, _NORMAL)),
@@ -200,17 +185,24 @@ CASES: dict[str, Case] = {
     "cdist": Case(_pair, _drawing((16, 1024), (16, 1024))),
     "trace": Case(_plain, _drawing((1024, 1024))),
     "corrcoef": Case(_plain, _drawing((8, 4096))),
-    "segment_sum": Case(_segments, _drawing((4096, 4))),
-    "average_pool": Case(_pool, _drawing((2, 4096, 4))),
-    "adaptive_average_pool": Case(_adaptive, _drawing((2, 4096, 4))),
+    "segment_sum": Case(
+        lambda op, x: op(x, np.arange(len(x)) % 2, num_segments=2),
+        _drawing((4096, 4)),
+    ),
+    "average_pool": Case(
+        lambda op, x: op(x, 1024, 1024, data_format="channels_last"),
+        _drawing((2, 4096, 4)),
+    ),
+    "adaptive_average_pool": Case(
+        lambda op, x: op(x, 4, data_format="channels_last"),
+        _drawing((2, 4096, 4)),
+    ),
     "dot_product_attention": Case(
         lambda op, x: op(x, x, x), _drawing((2, 32, 4, 64))
     ),
-    "categorical_crossentropy": Case(
-        lambda op, p, y: op(y, p), _probabilities, _NORMAL
-    ),
-    "binary_crossentropy": Case(
-        lambda op, p, y: op(y, p), _probabilities, _NORMAL
+    **dict.fromkeys(
+        ("categorical_crossentropy", "binary_crossentropy"),
+        Case(lambda op, p, y: op(y, p), _probabilities, _NORMAL),
     ),
     "sparse_categorical_crossentropy": Case(
         lambda op, p, y: op(keras.ops.argmax(y, -1), p),

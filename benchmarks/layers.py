@@ -8,10 +8,7 @@ side. `ops` shows the effect of op rules on single ops.
 """
 
 import dataclasses
-import sys
 from collections.abc import Iterable, Iterator, Sequence
-
-import keras
 
 from benchmarks import (
     layer_deviation,
@@ -169,6 +166,9 @@ def table(rows: Sequence[Row]) -> results.Table:
     return results.Table("Out of line", shown, f"{summary(rows)}.")
 
 
+_UNEXPLAINED = "unexplained"
+
+
 def _cells(row: Row) -> dict[str, str]:
     why = ""
     if not row.tfmix.is_within(row.bound):
@@ -180,7 +180,7 @@ def _cells(row: Row) -> dict[str, str]:
         "Keras": str(row.keras),
         "tfmix": str(row.tfmix),
         "shown by": row.proof,
-        "why": "unexplained" if row.is_unexplained else why,
+        "why": _UNEXPLAINED if row.is_unexplained else why,
     }
 
 
@@ -206,27 +206,33 @@ results.add_names(
 )
 _FORMATS = sorted(layer_deviation.BOUNDS)
 results.add_names(FLAGS, "format", _FORMATS, _FORMATS, "16-bit formats")
+_HOW = "seed 11"
 _PARTS = ("layers", "ops")
 results.add_names(FLAGS, "part", _PARTS, _PARTS, "what to measure")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Runs the sweep; exit code 1 if tfmix has an unexplained row."""
-    words = sys.argv[1:] if arguments is None else arguments
     results.parse(FLAGS, words)
-    backend = keras.backend.backend()
-    rows: list[Row] = []
+    found: list[results.Table] = []
     if "layers" in FLAGS.part:
-        run = results.Run("layers", words, backend, "seed 11")
-        kinds = list(layer_measure.KINDS)
         names = results.track(FLAGS.only or recipes(), "layers")
-        rows += sweep(names, FLAGS.format, kinds)
-        results.publish(run.record([table(rows)]), FLAGS)
+        rows = sweep(names, FLAGS.format, list(layer_measure.KINDS))
+        found = results.measure(
+            "layers", FLAGS, lambda: [table([*rows])], _HOW, words=words
+        )
     if "ops" in FLAGS.part and not FLAGS.only:
-        run = results.Run("layers/ops", words, backend, "seed 11")
         ops = layer_ops.measure(results.track(layer_ops.CASES, "ops"))
-        results.publish(run.record([layer_ops.table(ops)]), FLAGS)
-    return int(any(row.is_unexplained for row in rows))
+        results.measure(
+            "layers/ops",
+            FLAGS,
+            lambda: [layer_ops.table(ops)],
+            _HOW,
+            words=words,
+        )
+    return int(
+        any(row["why"] == _UNEXPLAINED for each in found for row in each.rows)
+    )
 
 
 if __name__ == "__main__":

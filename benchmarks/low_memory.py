@@ -70,10 +70,6 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _optimizer_step(way: str, layers: int, width: int) -> Callable[[], Any]:
-    return overhead.compiled_step(WAYS[way], (layers, width))
-
-
 def _whole_step(way: str, layers: int, width: int) -> Callable[[], Any]:
     """Returns a step of dense layers, forward to update, a batch of 64."""
     stack = [keras.layers.Dense(width, "relu") for _ in range(layers)]
@@ -86,7 +82,10 @@ def _whole_step(way: str, layers: int, width: int) -> Callable[[], Any]:
 
 def measure_time(runs: int = 40) -> results.Table:
     """Returns the table of Adam's steps under XLA, in alternating turns."""
-    makers = {"optimizer": _optimizer_step, "training step": _whole_step}
+    makers: dict[str, Callable[..., Callable[[], Any]]] = {
+        "optimizer": lambda way, *size: overhead.compiled_step(WAYS[way], size),
+        "training step": _whole_step,
+    }
     rows = []
     for name, (layers, width, repeats) in results.track(_TIMED.items(), "time"):
         for what, make in makers.items():
@@ -112,12 +111,6 @@ def tables() -> Iterator[results.Table]:
         yield measure_time() if is_time else measure(part, FLAGS.seeds)
 
 
-def main() -> None:
-    """Runs the benchmark of the command line."""
-    results.parse(FLAGS)
-    how = f"seeds 0 to {FLAGS.seeds - 1}; mean and standard deviation"
-    results.measure("low_memory", FLAGS, tables, how)
-
-
 if __name__ == "__main__":
-    results.start(main, FLAGS)
+    how = "{seeds} seeds; mean and standard deviation"
+    results.run("low_memory", FLAGS, tables, how)

@@ -10,16 +10,10 @@ _PACKAGES = ("tfmix", "keras", "tensorflow", "tensorflow-cpu", "jax", "numpy")
 
 
 def describe() -> dict[str, object]:
-    """Returns the processor, its cores and the memory of this machine.
-
-    `load` is the load average of the last minute, which shows what else was
-    running when the measurement began.
-    """
+    """Returns the processor of this machine and its cores."""
     return {
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_gb": round(_memory_bytes() / 1e9),
-        "system": f"{platform.system()} {platform.machine()}",
     }
 
 
@@ -39,7 +33,7 @@ def versions(extra: dict[str, str] | None = None) -> dict[str, str]:
 
 
 def load() -> float:
-    """Returns the load average of the last minute."""
+    """Returns the load average of the last minute: what else was running."""
     return round(os.getloadavg()[0], 2)
 
 
@@ -50,7 +44,3 @@ def _cpu() -> str:
         return platform.processor() or "unknown"
     match = re.search(r"^model name\s*:\s*(.+)$", text, re.M)
     return match[1].strip() if match else "unknown"
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

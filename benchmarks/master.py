@@ -7,6 +7,8 @@ The task is `benchmarks.digits`. Bytes are counted from the variables. Then
 follow steps of 400 small layers with flat masters over those with plain ones.
 """
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,24 +17,19 @@ import numpy as np
 from absl import flags
 from keras import ops
 
+import tfmix
 from benchmarks import digits, pairs, results
-from tfmix.optimizers import bfloat16_optimizer, master_weights
 
 # The values are the policy of the layers and the wrapper of Adam.
+_MASTERS = tfmix.optimizers.MasterWeightOptimizer
 VARIANTS: dict[str, tuple[str, Callable]] = {
     "float32": ("float32", lambda adam: adam),
     "mixed": ("mixed_bfloat16", lambda adam: adam),
     "pure, no masters": ("bfloat16", lambda adam: adam),
-    "masters": ("bfloat16", master_weights.MasterWeightOptimizer),
-    "flat masters": (
-        "bfloat16",
-        lambda adam: master_weights.MasterWeightOptimizer(adam, flat=True),
-    ),
-    "split": (
-        "bfloat16",
-        lambda adam: master_weights.MasterWeightOptimizer(adam, split=True),
-    ),
-    "stochastic": ("bfloat16", bfloat16_optimizer.BFloat16Optimizer),
+    "masters": ("bfloat16", _MASTERS),
+    "flat masters": ("bfloat16", functools.partial(_MASTERS, flat=True)),
+    "split": ("bfloat16", functools.partial(_MASTERS, split=True)),
+    "stochastic": ("bfloat16", tfmix.optimizers.BFloat16Optimizer),
 }
 
 
@@ -40,20 +37,13 @@ def bytes_per_parameter(model: keras.Model) -> tuple[float, float]:
     """Returns the bytes per weight, and those of its optimizer state."""
 
     def size(variables: list) -> int:
-        return sum(
-            int(np.prod(v.shape))
-            * np.dtype(str(np.asarray(v.value).dtype)).itemsize
-            for v in variables
-        )
+        return sum(v.value.dtype.size * math.prod(v.shape) for v in variables)
 
     optimizer = model.optimizer
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    own = [
-        v
-        for v in optimizer.variables
-        if v.path not in {w.path for w in inner.variables}
-    ]
-    count = sum(int(np.prod(v.shape)) for v in model.trainable_variables)
+    known = {v.path for v in inner.variables}
+    own = [v for v in optimizer.variables if v.path not in known]
+    count = sum(math.prod(v.shape) for v in model.trainable_variables)
     weights = size(model.trainable_variables) + size(own)
     return weights / count, (weights + size(inner.variables)) / count
 
@@ -93,9 +83,7 @@ def optimizer_step(flat: bool, layers: int) -> Callable[[], Any]:
         for shape in shapes
     ]
     grads = [tf.cast(random.normal(size=shape), "bfloat16") for shape in shapes]
-    optimizer = master_weights.MasterWeightOptimizer(
-        keras.optimizers.Adam(), flat=flat
-    )
+    optimizer = _MASTERS(keras.optimizers.Adam(), flat=flat)
     optimizer.build(variables)
 
     @tf.function(jit_compile=False)
@@ -128,13 +116,6 @@ def tables() -> list[results.Table]:
     return [run_task(FLAGS.seeds), run_steps()]
 
 
-def main() -> None:
-    """Runs the benchmark of the command line."""
-    results.parse(FLAGS)
-    seeds = f"seeds 0 to {FLAGS.seeds - 1}"
-    how = f"{seeds}; score: mean and standard deviation"
-    results.measure("master", FLAGS, tables, how)
-
-
 if __name__ == "__main__":
-    results.start(main, FLAGS)
+    how = "{seeds} seeds; mean and standard deviation"
+    results.run("master", FLAGS, tables, how)

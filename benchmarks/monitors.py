@@ -3,11 +3,8 @@
 python -m benchmarks.monitors [--steps 100] [--rounds 15] [--json] [--save=docs]
 """
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 import numpy as np
@@ -59,7 +56,7 @@ flags.DEFINE_integer("steps", 100, "steps of a turn", flag_values=FLAGS)
 flags.DEFINE_integer("rounds", 15, "turns of each callback", flag_values=FLAGS)
 
 
-def table() -> results.Table:
+def tables() -> Iterator[results.Table]:
     """Measures `fit` without a callback, then with each of some."""
     model, data = build(), batches(FLAGS.steps)
 
@@ -76,15 +73,9 @@ def table() -> results.Table:
     }
     _, *rows = pairs.compared("callback", steps, FLAGS.rounds)
     title = f"Dense network, batch {BATCH}, width {WIDTH}, mixed_float16"
-    return results.Table(title, rows)
-
-
-def main() -> None:
-    """Measures, prints and saves the table."""
-    results.parse(FLAGS)
-    how = f"seed 0; {FLAGS.rounds} rounds of {FLAGS.steps} steps in turns"
-    results.measure("monitors", FLAGS, lambda: [table()], how)
+    yield results.Table(title, rows)
 
 
 if __name__ == "__main__":
-    results.start(main, FLAGS)
+    how = "seed 0; {rounds} rounds of {steps} steps in turns"
+    results.run("monitors", FLAGS, tables, how)

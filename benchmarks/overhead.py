@@ -8,11 +8,8 @@ two hundred 32 x 32 layers, six 2048 x 2048 layers; under XLA with TensorFlow,
 compiled and with donated state with JAX.
 """
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 import numpy as np
@@ -99,7 +96,7 @@ FLAGS = results.flag_values()
 flags.DEFINE_integer("runs", 60, "turns of each system", flag_values=FLAGS)
 
 
-def table() -> results.Table:
+def tables() -> Iterator[results.Table]:
     """Measures all models and systems."""
     rows = []
     for name, (layers, width, repeats) in MODELS.items():
@@ -110,15 +107,10 @@ def table() -> results.Table:
         found = pairs.compared("optimizer", steps, FLAGS.runs, repeats)
         rows += [{"model": name, **row} for row in found]
     is_jax = keras.backend.backend() == "jax"
-    return results.Table("JAX" if is_jax else "TensorFlow, under XLA", rows)
-
-
-def main() -> None:
-    """Measures, prints and saves the table."""
-    results.parse(FLAGS)
-    how = f"median and quartiles of {FLAGS.runs} turns"
-    results.measure("overhead", FLAGS, lambda: [table()], how)
+    yield results.Table("JAX" if is_jax else "TensorFlow, under XLA", rows)
 
 
 if __name__ == "__main__":
-    results.start(main, FLAGS)
+    results.run(
+        "overhead", FLAGS, tables, "median and quartiles of {runs} turns"
+    )

@@ -71,13 +71,9 @@ def render(records: Sequence[dict[str, Any]]) -> str:
     """
     sections = [_INTRODUCTION]
     for benchmark in catalogue.BENCHMARKS:
-        own = [r for r in records if _is_of(r, benchmark.name)]
+        own = [r for r in records if r["name"].split("/")[0] == benchmark.name]
         sections.append(section(benchmark, own))
     return "\n".join(sections)
-
-
-def _is_of(record: dict[str, Any], name: str) -> bool:
-    return record["name"].split("/")[0] == name
 
 
 def section(
@@ -86,7 +82,7 @@ def section(
     """Returns the part of the page on one benchmark."""
     lines = [f"## {benchmark.title}", "", benchmark.about, ""]
     if not records:
-        lines += [benchmark.missing, ""]
+        lines += ["Not measured yet.", ""]
 
     def order(record: dict[str, Any]) -> int:
         return benchmark.backends.index(record["backend"])

@@ -43,44 +43,42 @@ class Table:
     note: str = ""
 
 
-@dataclasses.dataclass
 class Run:
     """The facts that are needed to repeat a measurement.
 
-    Attributes:
+    Args:
         name: The benchmark's name, `"gpu/transformer"` for a part with its
             own record.
         arguments: The arguments after `python -m benchmarks.NAME`.
-        backend: The Keras backend, or empty.
+        backend: The Keras backend.
         how: A sentence on seeds, runs and the spread.
     """
 
-    name: str
-    arguments: Sequence[str]
-    backend: str = ""
-    how: str = ""
-    begun: float = dataclasses.field(default_factory=time.monotonic)
-    load: float = dataclasses.field(default_factory=machine.load)
+    def __init__(
+        self, name: str, arguments: Sequence[str], backend: str, how: str = ""
+    ) -> None:
+        hidden = ("--save", "--json")
+        words = [w for w in arguments if w.split("=")[0] not in hidden]
+        module = f"benchmarks.{name.split('/')[0]}"
+        command = [f"KERAS_BACKEND={backend}", "python", "-m", module, *words]
+        self._facts = {
+            "name": name,
+            "backend": backend,
+            "command": " ".join(command),
+            "how": how,
+            "load": machine.load(),
+        }
+        self._begun = time.monotonic()
 
     def record(
         self, tables: Sequence[Table], versions: dict[str, str] | None = None
     ) -> dict[str, Any]:
         """Returns the result as plain JSON values."""
-        hidden = ("--save", "--json")
-        words = [w for w in self.arguments if w.split("=")[0] not in hidden]
-        module = self.name.split("/")[0]
-        command = " ".join(["python", "-m", f"benchmarks.{module}", *words])
-        if self.backend:
-            command = f"KERAS_BACKEND={self.backend} {command}"
         now = datetime.datetime.now(datetime.UTC)
         return {
-            "name": self.name,
-            "backend": self.backend,
-            "command": command,
+            **self._facts,
             "date": now.strftime("%Y-%m-%d %H:%M UTC"),
-            "seconds": round(time.monotonic() - self.begun),
-            "how": self.how,
-            "load": self.load,
+            "seconds": round(time.monotonic() - self._begun),
             "machine": machine.describe(),
             "versions": machine.versions(versions),
             "tables": [dataclasses.asdict(table) for table in tables],
@@ -180,6 +178,7 @@ def measure(
     tables: Callable[[], Iterable[Table]],
     how: str = "",
     versions: dict[str, str] | None = None,
+    words: Sequence[str] | None = None,
 ) -> list[Table]:
     """Measures, prints and keeps the tables of the command line's benchmark.
 
@@ -189,13 +188,34 @@ def measure(
         tables: Function that measures.
         how: A sentence on seeds, runs and the spread.
         versions: Versions of further packages.
+        words: The arguments, by default those of the command line.
     """
     import keras
 
-    run = Run(name, sys.argv[1:], keras.backend.backend(), how)
+    words = sys.argv[1:] if words is None else words
+    begun = Run(name, words, keras.backend.backend(), how)
     made = list(tables())
-    publish(run.record(made, versions), asked)
+    publish(begun.record(made, versions), asked)
     return made
+
+
+def run(
+    name: str,
+    asked: flags.FlagValues,
+    tables: Callable[[], Iterable[Table]],
+    how: str = "",
+) -> None:
+    """Runs a benchmark as a command; see `measure`.
+
+    In `how`, `{runs}` stands for the flag of that name.
+    """
+
+    def main() -> None:
+        parse(asked)
+        said = how.format(**asked.flag_values_dict())
+        measure(name, asked, tables, said)
+
+    start(main, asked)
 
 
 def publish(record: dict[str, Any], asked: flags.FlagValues) -> None:
@@ -249,8 +269,8 @@ def save(record: dict[str, Any], docs: pathlib.Path = DOCS) -> pathlib.Path:
     """
     folder = docs / "benchmarks"
     folder.mkdir(parents=True, exist_ok=True)
-    parts = [record["name"].replace("/", "-"), record["backend"]]
-    path = folder / ("-".join(filter(None, parts)) + ".json")
+    name = record["name"].replace("/", "-")
+    path = folder / f"{name}-{record['backend']}.json"
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     write_page(docs)
     return path

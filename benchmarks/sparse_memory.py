@@ -16,13 +16,10 @@ that, a table of 1,000 rows runs the same steps, so that the memory for tracing
 and compilation does not count.
 """
 
-import os
 import pathlib
 import statistics
 from collections.abc import Callable
 from typing import Any
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 from absl import flags
@@ -63,13 +60,6 @@ def make_steps(
     return {way: compiled(way) for way in ways}
 
 
-def times(ways: tuple[str, str]) -> dict[str, list[float]]:
-    """Returns milliseconds per step; the two ways take turns."""
-    steps = make_steps(ways)
-    timed = {way: pairs.timed(steps[way]) for way in ways}
-    return pairs.in_turns(timed, _TIMED_STEPS, _WARM_UP)
-
-
 def peak_mb(way: str) -> float:
     """Returns the rise of the resident set during steps of one way."""
     (small_step,) = make_steps((way,), num_rows=1000).values()
@@ -95,7 +85,11 @@ def _megabytes(field: str) -> float:
 
 def table() -> results.Table:
     """Measures all ways; returns a row per way."""
-    found = {way: times(("bare", way)) for way in WAYS[1:]}
+    found = {}
+    for way in WAYS[1:]:
+        steps = make_steps(("bare", way))
+        timed = {name: pairs.timed(step) for name, step in steps.items()}
+        found[way] = pairs.in_turns(timed, _TIMED_STEPS, _WARM_UP)
     found["bare"] = found["tfmix"]
     rows = [
         {

@@ -8,11 +8,8 @@ processes. A script trains if it ends and all of its losses are finite.
 """
 
 import math
-import os
 import pathlib
 import runpy
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 from absl import flags, logging

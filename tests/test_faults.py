@@ -83,11 +83,10 @@ def test_sixteen_bit_variables_survive(fault, column):
     assert outcome.survived, outcome.text
 
 
-def test_an_exception_for_a_system_names_a_fault_and_a_reason():
+def test_an_exception_for_a_system_names_a_fault():
     names = {fault.name for fault in catalogue.FAULTS}
     for each in systems.SIXTEEN_BIT:
-        assert set(each.inapplicable) <= names
-        assert all(each.inapplicable.values())
+        assert each.inapplicable <= names
 
 
 def test_close_uses_the_precision_of_a_variable():

@@ -119,10 +119,8 @@ def float16_loss(system: Any) -> Outcome:
     scaled = optimizer.scale_loss(ops.convert_to_tensor(np.float16(3.0)))
     value = float(words.to_numpy(scaled))
     dtype = keras.backend.standardize_dtype(scaled.dtype)
-    return Outcome(
-        value == 98304.0,
-        f"scaled loss {value:g} in {dtype} (right: 98304)",
-    )
+    text = f"scaled loss {value:g} in {dtype} (right: 98304)"
+    return Outcome(value == 98304.0, text)
 
 
 @fault()
@@ -143,20 +141,30 @@ def two_optimizers(system: Any) -> Outcome:
     )
 
 
+def _steps_of_two(
+    system: Any, second: Any, steps: list[tuple[float, Any]]
+) -> Any:
+    """Trains a weight by scaled gradients beside a second variable."""
+    first = system.variable(_ONES)
+    optimizer = system.wrap(keras.optimizers.SGD(0.1))
+    optimizer.build([first, second])
+    with warnings.catch_warnings():
+        # Keras warns about a missing gradient, which is intended here.
+        warnings.simplefilter("ignore")
+        for factor, other in steps:
+            gradient = ops.convert_to_tensor(_ONES * np.float32(factor))
+            gradients = [optimizer.scale_loss(gradient), other]
+            loops.apply(optimizer, gradients, [first, second])
+    return first
+
+
 @fault()
 def variable_without_gradient(system: Any) -> Outcome:
     """One of two variables gets no gradient, also in a bad step."""
-    used, unused = system.variable(_ONES), system.variable(_ONES)
-    optimizer = system.wrap(keras.optimizers.SGD(0.1))
-    optimizer.build([used, unused])
-    with warnings.catch_warnings():
-        # Keras warns about the missing gradient, which is intended here.
-        warnings.simplefilter("ignore")
-        for factor in np.float32([1, np.inf, 1]):
-            scaled = optimizer.scale_loss(ops.convert_to_tensor(_ONES * factor))
-            loops.apply(optimizer, [scaled, None], [used, unused])
+    unused = system.variable(_ONES)
+    steps = [(1.0, None), (np.inf, None), (1.0, None)]
     return words.weight_is(
-        used,
+        _steps_of_two(system, unused, steps),
         [0.8, 0.8],
         f"the other {words.vector(unused)} (right: [1 1])",
         (words.to_numpy(unused) == 1.0).all(),
@@ -166,14 +174,10 @@ def variable_without_gradient(system: Any) -> Outcome:
 @fault()
 def overwrite_with_gradient(system: Any) -> Outcome:
     """A variable overwritten by its gradient (float8), also in a bad step."""
-    weight, amax = system.variable(_ONES), keras.Variable(_ONES)
+    amax = keras.Variable(_ONES)
     amax.overwrite_with_gradient = True
-    optimizer = system.wrap(keras.optimizers.SGD(0.1))
-    optimizer.build([weight, amax])
-    for factor, new in ((1.0, 7.0), (np.inf, 14.0)):
-        scaled = optimizer.scale_loss(ops.convert_to_tensor(_ONES * factor))
-        written = ops.convert_to_tensor(_ONES * new)
-        loops.apply(optimizer, [scaled, written], [weight, amax])
+    new = ops.convert_to_tensor(7 * _ONES)
+    weight = _steps_of_two(system, amax, [(1.0, new), (np.inf, 2 * new)])
     return words.weight_is(
         weight,
         [0.9, 0.9],

@@ -44,11 +44,10 @@ def compiled(system: Any, *layers: Any, **settings: Any) -> Any:
     return system.guard(model)
 
 
-def fit(model: Any, x: Any, y: Any, **arguments: Any) -> Any:
+def fit(model: Any, bad_value: float = np.nan, **arguments: Any) -> Any:
     """Trains on the batches in order, one epoch by default."""
-    return model.fit(
-        x, y, batch_size=_BATCH, shuffle=False, verbose=0, **arguments
-    )
+    in_order = {"batch_size": _BATCH, "shuffle": False, "verbose": 0}
+    return model.fit(*data(bad_value), **in_order, **arguments)
 
 
 @fault()
@@ -56,9 +55,8 @@ def batch_normalization(system: Any) -> Outcome:
     """A row of 1e6 overflows the forward pass before BatchNormalization."""
     normalization = keras.layers.BatchNormalization(dtype=system.policy)
     model = compiled(system, normalization)
-    x, y = data(bad_value=1e6)
-    fit(model, x, y, epochs=2)
-    clean = x[: _BAD_BATCH * _BATCH], y[: _BAD_BATCH * _BATCH]
+    fit(model, 1e6, epochs=2)
+    clean = (array[: _BAD_BATCH * _BATCH] for array in data(1e6))
     val_loss = model.evaluate(*clean, verbose=0)[0]
     statistics = words.finite(model.non_trainable_variables)
     return Outcome(
@@ -72,7 +70,7 @@ def batch_normalization(system: Any) -> Outcome:
 def epoch_metrics(system: Any) -> Outcome:
     """One batch of NaN in an epoch: the epoch's loss and metrics."""
     model = compiled(system)
-    logs = fit(model, *data(bad_value=np.nan)).history
+    logs = fit(model).history
     values = {name: numbers[-1] for name, numbers in logs.items()}
     shown = ", ".join(f"{name} {v:.3g}" for name, v in sorted(values.items()))
     return Outcome(
@@ -86,7 +84,7 @@ def terminate_on_nan(system: Any) -> Outcome:
     """One batch of NaN in a healthy run that uses TerminateOnNaN."""
     model = compiled(system)
     stop = keras.callbacks.TerminateOnNaN()
-    history = fit(model, *data(np.nan), epochs=3, callbacks=[stop])
+    history = fit(model, epochs=3, callbacks=[stop])
     epochs = len(history.epoch)
     steps = int(model.optimizer.iterations)
     return Outcome(
@@ -119,38 +117,32 @@ def own_state(system: Any) -> Outcome:
     """One batch of NaN; a user's layer averages its inputs."""
     layer = _RunningMean(dtype=system.policy)
     model = compiled(system, layer)
-    fit(model, *data(np.nan))
+    fit(model)
     mean = float(words.to_numpy(layer.mean))
     return Outcome(bool(np.isfinite(mean)), f"the layer's average is {mean:g}")
 
 
-def _train_on_micro_batches(system: Any, bad: int | None) -> Any:
+def _weights_after(system: Any, bad: int | None) -> list[np.ndarray]:
+    """Trains on micro-batches, a bad one before that number in addition."""
     inner = keras.optimizers.SGD(0.05, gradient_accumulation_steps=4)
     model = compiled(system, optimizer=inner)
     x, y = data(bad_value=0.5)
-    # There are two windows of four batches, and the bad batch in addition.
+    # There are two windows of four batches.
     for position in range(8):
         rows = slice(position * _BATCH, (position + 1) * _BATCH)
         if position == bad:
             broken = np.full_like(x[rows], np.nan)
             model.train_on_batch(broken, y[rows])
         model.train_on_batch(x[rows], y[rows])
-    return model
+    return words.snapshot(model.trainable_variables)
 
 
 @fault()
 def accumulation_window(system: Any) -> Outcome:
     """A bad micro-batch at each index of an accumulation window of four."""
-    oracle = _train_on_micro_batches(system, bad=None)
-    expected = words.snapshot(oracle.trainable_variables)
+    expected = _weights_after(system, bad=None)
     right = [
-        words.same(
-            expected,
-            words.snapshot(
-                _train_on_micro_batches(system, bad).trainable_variables
-            ),
-        )
-        for bad in range(4)
+        words.same(expected, _weights_after(system, bad)) for bad in range(4)
     ]
     return Outcome(
         all(right),
@@ -163,7 +155,7 @@ def _bad_batch_under(name: str, **arguments: Any) -> Fault:
     def provoke(system: Any) -> Outcome:
         normalization = keras.layers.BatchNormalization(dtype=system.policy)
         model = compiled(system, normalization, **arguments)
-        logs = fit(model, *data(np.nan)).history
+        logs = fit(model).history
         weights = words.finite(model.variables)
         loss = logs["loss"][-1]
         skipped = words.skipped(model.optimizer, BATCHES)

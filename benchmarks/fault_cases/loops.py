@@ -40,7 +40,9 @@ def apply(optimizer: Any, gradients: Any, variables: Any, **how: bool) -> None:
         gradients,
         [v.value for v in variables],
     )
-    _assign([*variables, *optimizer.variables], [*trained, *state])
+    changed = [*variables, *optimizer.variables]
+    for variable, value in zip(changed, [*trained, *state], strict=True):
+        variable.assign(value)
 
 
 @functools.lru_cache(maxsize=8)
@@ -49,48 +51,3 @@ def _compiled(optimizer: Any, **how: bool) -> Any:
     import jax
 
     return jax.jit(functools.partial(optimizer.stateless_apply, **how))
-
-
-def repeat(optimizer: Any, variable: Any, gradient: Any, steps: int) -> None:
-    """Runs many steps with the same gradient in one compiled loop."""
-    if keras.backend.backend() == "tensorflow":
-        _repeat_tensorflow(optimizer, variable, gradient, steps)
-    else:
-        _repeat_jax(optimizer, variable, gradient, steps)
-
-
-def _repeat_tensorflow(
-    optimizer: Any, variable: Any, gradient: Any, steps: int
-) -> None:
-    import tensorflow as tf
-
-    @tf.function(jit_compile=True)
-    def loop() -> None:
-        for _ in tf.range(steps):
-            scaled = optimizer.scale_loss(tf.constant(gradient))
-            optimizer.apply([scaled], [variable])
-
-    loop()
-
-
-def _repeat_jax(
-    optimizer: Any, variable: Any, gradient: Any, steps: int
-) -> None:
-    import jax
-
-    def body(_: Any, carry: Any) -> Any:
-        trainable, state = carry
-        mapping = zip(optimizer.variables, state, strict=True)
-        with keras.StatelessScope(state_mapping=mapping):
-            scaled = optimizer.scale_loss(jax.numpy.asarray(gradient))
-        return optimizer.stateless_apply(state, [scaled], trainable)
-
-    start = [variable.value], [v.value for v in optimizer.variables]
-    loop = jax.jit(lambda carry: jax.lax.fori_loop(0, steps, body, carry))
-    trainable, state = loop(start)
-    _assign([variable, *optimizer.variables], [*trainable, *state])
-
-
-def _assign(variables: Any, values: Any) -> None:
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)

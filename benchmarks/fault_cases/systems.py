@@ -1,7 +1,8 @@
 """The systems that meet the faults, as a script uses them."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import keras
@@ -21,8 +22,8 @@ class System:
     # The policies of layers in 16-bit models, and in all others.
     policy = "mixed_float16"
     layers = "float32"
-    # The reasons why faults do not apply, by their names.
-    inapplicable: Mapping[str, str] = {}
+    # The names of faults that do not apply.
+    inapplicable: Set[str] = frozenset()
     # The arguments of `optimizer.apply` for gradients from `unscale`.
     unscaled: Mapping[str, bool] = {}
 
@@ -105,27 +106,26 @@ class Tfmix(System):
         return [tfmix.callbacks.LossScaleMonitor()]
 
 
-_FLOAT8_ROWS = dict.fromkeys(
-    (
-        "float8-layer-used-twice",
-        "float8-layer-frozen",
-        "float8-small-gradients",
-        "float8-ema",
-        "float8-lora",
-    ),
-    "variables stay float32 under mixed_float8",
-)
-_BY_COMPILE = "`compile` puts plain masters around an optimizer"
+# Variables stay float32 under mixed_float8.
+_FLOAT8_ROWS = {
+    "float8-layer-used-twice",
+    "float8-layer-frozen",
+    "float8-small-gradients",
+    "float8-ema",
+    "float8-lora",
+}
+# `compile` puts plain masters around an optimizer.
 _REPLACED = _FLOAT8_ROWS | {
-    "static-scale-replaced": _BY_COMPILE,
-    "policy-map": _BY_COMPILE,
-    "activity-regularizer": _BY_COMPILE,
-    "reload-under-float32": _BY_COMPILE,
+    "static-scale-replaced",
+    "policy-map",
+    "activity-regularizer",
+    "reload-under-float32",
 }
-
-_TOGETHER = {
-    "variable-without-gradient": "flat masters need every gradient, and say so"
-}
+# TensorFlow 2.21 has no bfloat16 broadcast, by which each worker gets the first
+# one's variables.
+_NARROW = _REPLACED | {"nan-in-one-worker"}
+# Flat masters need every gradient, and say so.
+_TOGETHER = _REPLACED | {"variable-without-gradient"}
 
 
 class Kept(Tfmix):
@@ -134,7 +134,7 @@ class Kept(Tfmix):
     Args:
         name: The name of the column.
         keep: Function that wraps an optimizer so that no update is lost.
-        inapplicable: The reasons why faults do not apply, by their names.
+        inapplicable: The names of faults that do not apply.
         dtype: The dtype of 16-bit variables.
     """
 
@@ -142,7 +142,7 @@ class Kept(Tfmix):
         self,
         name: str,
         keep: Callable[[Any], Any],
-        inapplicable: Mapping[str, str],
+        inapplicable: Set[str],
         dtype: str,
     ) -> None:
         self.name = name
@@ -158,26 +158,20 @@ class Kept(Tfmix):
 
 
 def _masters(**how: bool) -> Callable[[Any], Any]:
-    return lambda inner: tfmix.optimizers.MasterWeightOptimizer(inner, **how)
+    return functools.partial(tfmix.optimizers.MasterWeightOptimizer, **how)
 
-
-def _rounded(inner: Any) -> Any:
-    return tfmix.optimizers.BFloat16Optimizer(inner, seed=7)
-
-
-_NO_BROADCAST = {
-    "nan-in-one-worker": "TensorFlow 2.21 has no bfloat16 broadcast, by which "
-    "each worker gets the first one's variables"
-}
-# These faults do not apply to bfloat16 variables.
-_NARROW = _REPLACED | _NO_BROADCAST
 
 # Only float16 overflows; split masters and rounding are for bfloat16.
 SIXTEEN_BIT = (
     Kept("masters", _masters(), _FLOAT8_ROWS, "float16"),
-    Kept("flat", _masters(flat=True), _REPLACED | _TOGETHER, "float16"),
+    Kept("flat", _masters(flat=True), _TOGETHER, "float16"),
     Kept("split", _masters(split=True), _NARROW, "bfloat16"),
-    Kept("stochastic", _rounded, _NARROW, "bfloat16"),
+    Kept(
+        "stochastic",
+        functools.partial(tfmix.optimizers.BFloat16Optimizer, seed=7),
+        _NARROW,
+        "bfloat16",
+    ),
 )
 _ALL = {each.name: each for each in (System(), Tfmix(), *SIXTEEN_BIT)}
 LIBRARIES = ("Keras", "tfmix")
@@ -187,6 +181,6 @@ def by_name(name: str) -> System:
     """Returns the system of that name; Keras's own has no tfmix beside it."""
     tfmix.set_global_policy("float32")
     if name != System.name:
-        # As after `import tfmix`, which the policy switched off.
+        # The policy above switched off what `import tfmix` does.
         compile_method.watch()
     return _ALL[name]

@@ -7,13 +7,10 @@ Worker 1 meets a NaN.
 """
 
 import json
-import os
 import socket
 import subprocess
 import sys
 from typing import Any
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 from benchmarks import answers
 from benchmarks.fault_cases.record import TENSORFLOW_ONLY, Outcome, fault

@@ -61,7 +61,6 @@ def test_a_record_contains_its_command_and_versions():
     )
     assert made["how"] == "seed 7"
     assert made["machine"]["cores"] >= 1
-    assert made["machine"]["memory_gb"] >= 1
     assert {"python", "keras", "numpy"} <= set(made["versions"])
     assert json.loads(json.dumps(made)) == made
 
@@ -78,14 +77,12 @@ def test_the_page_has_a_section_for_each_benchmark():
     text = page.render([])
     for benchmark in catalogue.BENCHMARKS:
         assert f"\n## {benchmark.title}\n" in text
-    assert catalogue.BENCHMARKS[-1].missing in text
-    assert "No GPU has been measured yet" in text
+    assert text.count("Not measured yet.") == len(catalogue.BENCHMARKS)
 
 
 def test_a_measured_section_loses_its_placeholder():
-    missing = catalogue.by_name("gpu").missing
     text = page.render([record("gpu/transformer", "jax")])
-    assert missing not in text
+    assert text.count("Not measured yet.") == len(catalogue.BENCHMARKS) - 1
     assert "| bare | 1.50 |" in text
 
 
