@@ -240,8 +240,9 @@ class Alone(layers.Layer):
         self.w = self.add_weight(shape=(shape[-1], 4))
 
     def call(self, x):
-        w = ops.concatenate([self.w * 2, ops.abs(self.w)], axis=-1)
-        return ops.matmul(x, w)
+        padded = ops.pad(ops.tril(self.w), [[0, 0], [1, 1]])
+        parts = [self.w * 2, ops.abs(self.w), ops.roll(padded, 1, axis=-1)]
+        return ops.matmul(x, ops.concatenate(parts, axis=-1))
 
 
 @pytest.mark.parametrize(

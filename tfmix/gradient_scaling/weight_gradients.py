@@ -45,6 +45,7 @@ _CHOSEN = "_tfmix_chosen_product"
 _ALONE = (
     *("transpose", "reshape", "split", "squeeze", "expand_dims"),
     *("moveaxis", "swapaxes", "broadcast_to", "tile", "repeat", "flip"),
+    *("pad", "roll", "tril", "triu", "diag"),
     *("concatenate", "stack", "negative", "abs", "absolute", "clip"),
     *("relu", "sigmoid", "tanh"),
 )

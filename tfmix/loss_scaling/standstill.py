@@ -76,7 +76,8 @@ def _cause(lost: Sequence[str], count: int) -> str:
         return (
             "all gradients are NaN or infinite. Most likely the loss is, "
             "because of NaN or infinity in the data or a learning rate that "
-            f"is too high; {ask}."
+            "is too high; or gradients grow beyond float16 between layers. "
+            f"{ask}."
         )
     # A fault spreads from the output towards the input.
     last = lost[-1] if lost else "?"
