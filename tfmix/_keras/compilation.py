@@ -467,7 +467,9 @@ def backend_variable(variable: Any) -> Any:
 def read(variable: Any) -> Any:
     """Returns a variable's current value, as a tensor that does not change."""
     value = backend_variable(variable)
-    return tf.convert_to_tensor(value) if hasattr(value, "handle") else value
+    if keras.backend.backend() != "tensorflow" or isinstance(value, tf.Tensor):
+        return value
+    return tf.convert_to_tensor(value)
 
 
 def selected(condition: Any, if_true: Any, if_false: Any) -> Any:

@@ -118,7 +118,7 @@ def replaced(
     tensors: Sequence,
     variables: Sequence,
     by_tape: Gradient,
-    by_graph: Gradient,
+    by_graph: Gradient | None = None,
 ) -> list:
     """Returns tensors whose gradients other functions compute.
 
@@ -132,7 +132,7 @@ def replaced(
         by_tape: A tape calls it. It returns the gradients of the tensors, then
             those of the variables; `None` where there is none.
         by_graph: Called where gradients of a graph are computed, such as a
-            nested `tf.function`. The graph holds it.
+            nested `tf.function`. The graph holds it. Defaults to `by_tape`.
 
     Returns:
         Tensors with the values of `results`.
@@ -144,7 +144,7 @@ def replaced(
             made = [tf.identity(result) for result in results]
         else:
             inputs = [*results, *tensors, *handles(variables)]
-            with _named(by_graph, len(results)):
+            with _named(by_graph or by_tape, len(results)):
                 made = tf.identity_n(inputs)[: len(results)]
     sources = [*tensors, *(variable.handle for variable in variables)]
     record.record_operation("Tfmix", made, sources, by_tape)

@@ -155,7 +155,8 @@ def _modules(package: types.ModuleType) -> list[tuple[str, types.ModuleType]]:
     ]
     if not modules:
         raise version.misfit(
-            f"{package.__name__} has none of the op modules {list(_THEMES)}"
+            f"{package.__name__} has none of the op modules {list(_THEMES)}, "
+            "which `float32_ops` needs; without them, pass `float32_ops=[]`"
         )
     return modules
 

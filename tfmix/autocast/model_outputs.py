@@ -50,7 +50,8 @@ class Outputs:
     @functools.cached_property
     def parts(self) -> list[heads.Part]:
         """The parts of a graph that scale separately."""
-        return heads.parts(self._model)
+        several = len(layers.results(self._model)) > 1
+        return heads.parts(self._model) if several else []
 
     def of(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model. Its outermost call returns float32."""

@@ -42,6 +42,16 @@ class Contraction:
         return "".join(x for x in self.weight if x not in self.inputs)
 
     @property
+    def of_inputs(self) -> "Contraction":
+        """The product of upstream and weight: the gradient of the tensor."""
+        return Contraction(self.outputs, self.weight, self.inputs)
+
+    @property
+    def of_weight(self) -> "Contraction":
+        """The product of tensor and upstream: the gradient of the weight."""
+        return Contraction(self.inputs, self.outputs, self.weight)
+
+    @property
     def _shared(self) -> str:
         return "".join(x for x in self.inputs if x in self.weight)
 

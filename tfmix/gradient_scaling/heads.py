@@ -77,7 +77,7 @@ def run_graph(
 
 def parts(model: keras.Model) -> list["Part"]:
     """Lists the parts of a graph that scale separately, if there are some."""
-    if len(layers.results(model)) < 2 or not layers.is_graph(model):
+    if not layers.is_graph(model):
         return []
     made = [Part(*part) for part in layers.graph_parts(model)]
     return made if len(made) > 1 else []

@@ -73,13 +73,11 @@ def contracted(
     Returns:
         The result of `function` for the inputs and the rounded weight.
     """
-    to_inputs = Contraction(axes.outputs, axes.weight, axes.inputs)
-    to_weight = Contraction(axes.inputs, axes.outputs, axes.weight)
     is_eager = tf.executing_eagerly()
 
     def of_inputs(upstream: Any, narrow: Any) -> Any:
         if used is None and is_eager:
-            return _product(upstream, narrow, to_inputs)
+            return _product(upstream, narrow, axes.of_inputs)
         return _pulled(lambda x: function(x, narrow), inputs, upstream)
 
     def multiplied(inputs: Any, upstream: Any, narrow: Any = None) -> Any:
@@ -87,13 +85,13 @@ def contracted(
         if narrow is not None:
             return _pulled(lambda w: function(inputs, w), narrow, upstream)
         factor = inputs if used is None else used(inputs)
-        return _product(factor, upstream, to_weight)
+        return _product(factor, upstream, axes.of_weight)
 
     def of_weight(upstream: Any, narrow: Any) -> Any:
         is_half = inputs.dtype == tf.float16
         if is_half and compilation.by_xla() and not in_loop:
             factor = inputs if used is None else used(inputs)
-            return _wide_product(factor, upstream, to_weight)
+            return _wide_product(factor, upstream, axes.of_weight)
         sizes = dict(zip(axes.outputs, _shape(upstream), strict=True))
         count = _times([sizes[x] for x in axes.free])
         factors = [inputs, upstream, narrow]
@@ -307,9 +305,7 @@ def _with_gradients(
 
     with gradients.unrecorded():
         result = function(inputs, narrow)
-    (result,) = gradients.replaced(
-        [result], [inputs, weight], [], by_tape=both, by_graph=both
-    )
+    (result,) = gradients.replaced([result], [inputs, weight], [], both)
     return result
 
 
@@ -341,17 +337,14 @@ def _wide_product(a: Any, b: Any, axes: Contraction) -> Any:
 
     def of_both(upstream: Any) -> list:
         narrow = tf.cast(upstream, a.dtype)
-        of_a = Contraction(axes.outputs, axes.weight, axes.inputs)
-        of_b = Contraction(axes.inputs, axes.outputs, axes.weight)
-        return [_product(narrow, b, of_a), _product(a, narrow, of_b)]
+        of_a = _product(narrow, b, axes.of_inputs)
+        return [of_a, _product(a, narrow, axes.of_weight)]
 
     with gradients.unrecorded():
         result = _product(a, b, axes, tf.float32)
     if gradients.is_recorded():
         # TensorFlow's own gradient takes the float32 result for 16-bit.
-        (result,) = gradients.replaced(
-            [result], [a, b], [], by_tape=of_both, by_graph=of_both
-        )
+        (result,) = gradients.replaced([result], [a, b], [], of_both)
     return result
 
 

@@ -242,11 +242,14 @@ def _take(original: Callable) -> Callable:
 
 
 def _factors(x1: Any, x2: Any) -> tuple[Any, Any, int | None]:
-    """Returns two factors as they are read, and the index of a weight's copy.
+    """Returns two factors as they are used, and the index of a weight's copy.
 
-    The index is `None` if there is none. A product of two copies is a copy.
+    The index is `None` if there is none, 2 if both are copies.
+
+    Args:
+        x1: The first factor, a snapshot.
+        x2: The second.
     """
-    x1, x2 = tensors.snapshot(x1), tensors.snapshot(x2)
     found = [n for n, x in enumerate((x1, x2)) if source(x) is not None]
     if not found:
         return x1, x2, None
@@ -264,11 +267,13 @@ def _factors(x1: Any, x2: Any) -> tuple[Any, Any, int | None]:
 def _by_weight(original: Callable, compute: Callable, x1: Any, x2: Any) -> Any:
     """Applies an op to two factors, by `compute` if one is a weight's copy.
 
+    The result for two copies is a copy.
+
     Args:
         original: Computes the result from both factors.
         compute: Takes a function of inputs and weight, both of these, and the
             weight's index; returns the result, or `None` if it cannot.
-        x1: The first factor.
+        x1: The first factor, a snapshot.
         x2: The second.
     """
     x1, x2, place = _factors(x1, x2)
@@ -437,7 +442,8 @@ def _convolution(original: Callable) -> Callable:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
-        inputs, kernel, place = _factors(given["inputs"], given["kernel"])
+        factors = map(tensors.snapshot, (given["inputs"], given["kernel"]))
+        inputs, kernel, place = _factors(*factors)
         if place != 1 or not gradients.may_be_asked():
             given |= {"inputs": inputs, "kernel": kernel}
             return original(*bound.args, **bound.kwargs)
