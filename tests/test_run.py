@@ -567,7 +567,7 @@ CPU, HALF = {"device": "CPU", "fast": False}, {"peak_bytes": 200 * 2**20}
         ({}, steps_of(None), "too few steps to time"),
         ({"policy": "float32"}, {}, "nothing to compare"),
         ({"loss": 0.51}, {}, "The last losses differ by +0.01."),
-        ({"loss": 0.9}, {}, "differ by +0.4; so may those of two seeds"),
+        ({"loss": 0.9}, {}, "differ by +0.4; two runs with other seeds"),
         ({"loss": float("nan")}, {}, "A loss is not finite"),
     ],
 )

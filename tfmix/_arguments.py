@@ -63,7 +63,7 @@ def model(value: Any) -> None:
 def did_you_mean(
     name: object, known: Iterable[str], cutoff: float = 0.6
 ) -> str:
-    """Returns a hint at the closest name, or the value a mapping has for it."""
+    """Returns a hint such as " Did you mean 'x'?", "" if no name is close."""
     meant = (
         known if isinstance(known, Mapping) else {word: word for word in known}
     )
@@ -90,7 +90,7 @@ def of_call(
 
 
 def put_in_call(bound: inspect.BoundArguments, name: str, value: Any) -> None:
-    """Sets an argument, if the method has one of that name."""
+    """Sets an argument by name, if the method takes one of that name."""
     declared = name in bound.signature.parameters
     (bound.arguments if declared else _extra(bound))[name] = value
 

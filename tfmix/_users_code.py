@@ -1,4 +1,4 @@
-"""Finds the line of your own code that a message is about."""
+"""Finds the line of the user's code that a message is about."""
 
 import linecache
 import os
@@ -11,7 +11,8 @@ from tfmix import _messages
 
 # Users cannot change the code of these packages.
 _LIBRARIES = frozenset("keras tensorflow jax jaxlib numpy tfmix".split())
-# AutoGraph runs a copy of the code, and marks original lines like this.
+# AutoGraph runs a copy of the code. In its errors, the lines of the original
+# end like this.
 _CONVERTED = re.compile(r'File "(.+)", line (\d+), in .+  \*$', re.MULTILINE)
 
 

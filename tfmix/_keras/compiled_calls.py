@@ -1,6 +1,7 @@
-"""Reports calls of compiled functions: `tf.function`, `jax.jit`, and `fit`'s.
+"""Reports calls of compiled functions, which `tfmix run` counts and times.
 
-Only outermost calls count, and only functions that call `note` in their trace.
+They are those of `tf.function` and `jax.jit`, also in `fit`. Only outermost
+calls count, and only of functions that call `note` while they are traced.
 """
 
 import functools

@@ -47,7 +47,7 @@ class Block:
 
 
 _NOTHING = Block()
-# tfmix's own code says itself what is float32.
+# tfmix's own code casts explicitly.
 NO_RULES: frozenset[str] = frozenset()
 # `block.get()` returns the caller's settings.
 block = contextvars.ContextVar("tfmix_block", default=_NOTHING)

@@ -10,7 +10,7 @@ import keras
 
 from tfmix._keras import global_state, replacements
 
-# This function records the gradients of users' custom gradients.
+# TensorFlow calls one of these for a `tf.custom_gradient`.
 CUSTOM: tuple[replacements.Place, ...] = ()
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
@@ -39,10 +39,10 @@ def is_recorded() -> bool:
 def may_be_asked() -> bool:
     """Returns whether a caller may ask for gradients of the running code.
 
-    Only a tape around the caller does so. A graph that is traced without a
-    tape, outside training, keeps TensorFlow's own operations, so it can be
-    exported. Forward accumulators do not support custom gradients. JAX may ask
-    for the gradient of anything later.
+    Under TensorFlow only a tape around the caller can. A graph that is traced
+    without a tape, outside training, keeps TensorFlow's own operations, so it
+    can be exported. Forward accumulators do not support custom gradients. JAX
+    may ask for the gradient of anything later.
     """
     if keras.backend.backend() != "tensorflow":
         return True

@@ -113,7 +113,7 @@ def is_builtin(layer: Any) -> bool:
 def takes_casts(layer: Any) -> bool:
     """Returns whether casts of a Keras layer's inputs do no harm.
 
-    False also for layers that run user code, such as `Lambda`.
+    It is false for layers that run the user's code, such as `Lambda`.
     """
     return is_builtin(layer) and not isinstance(layer, _BROKEN_BY_CASTS)
 
@@ -434,7 +434,7 @@ def copy_mask(source: Any, destination: Any) -> None:
 
 
 def users_attributes(attributes: Mapping[str, Any]) -> list[str]:
-    """Lists those attributes of a layer that Keras and TensorFlow do not keep.
+    """Lists the attributes of a layer that Keras and TensorFlow have not set.
 
     Losses that calls have added are among Keras's.
     """

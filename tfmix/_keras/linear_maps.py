@@ -1,8 +1,8 @@
-"""Linear maps with a transpose of their own, under JAX.
+"""Defines linear maps whose transpose is a given function, under JAX.
 
-Like `custom_vjp`, but with forward mode (`jvp`, `linearize`), also inside a
-compiled function. Like `linear_call`, but maps can be batched, and
-differentiated by the values that they depend on.
+Such a map is like a `custom_vjp`, but has forward mode (`jvp`, `linearize`),
+also inside a compiled function. It is like a `linear_call`, but can be
+batched, and differentiated by the values that it depends on.
 """
 
 from collections.abc import Callable, Sequence

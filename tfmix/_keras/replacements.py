@@ -45,7 +45,7 @@ class Replacements:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        # (owner, attribute) -> (the original, our replacement).
+        # The original and the replacement of each place.
         self._replaced: dict[Place, tuple[Any, Any]] = {}
         _registry.append(self)
 
@@ -54,7 +54,7 @@ class Replacements:
         return list(self._replaced)
 
     def set(self, wanted: Mapping[Place, Callable[[Any], Any]]) -> None:
-        """Replaces exactly the places of `wanted`, each made from the old."""
+        """Replaces the places of `wanted`, and restores all others."""
         with self._lock:
             for place in [p for p in self._replaced if p not in wanted]:
                 owner, name = place

@@ -1,4 +1,4 @@
-"""Lists the operators and functions that mix numbers and tensors."""
+"""Lists the operators and functions in which a number meets a tensor."""
 
 import keras
 
@@ -26,7 +26,7 @@ else:
     _TENSORS = (ArrayImpl, jax.core.Tracer)
     _FUNCTIONS = ((jax.numpy, "where"),)
 
-# These give a NumPy number the dtype of the tensor beside it.
+# Here the backend casts a NumPy number to the dtype of the tensor.
 CAST_NUMBERS = OPERATORS if keras.backend.backend() == "tensorflow" else ()
 PLACES: tuple[replacements.Place, ...] = (
     *((tensor, name) for tensor in _TENSORS for name in OPERATORS),

@@ -1,4 +1,4 @@
-"""The parts of Keras's variables that tfmix reaches into.
+"""Reads and changes private parts of Keras's variables.
 
 Under TensorFlow the optimizers unwrap `variable.value`, assign to it, and find
 slots by `_unique_id`.
@@ -38,7 +38,7 @@ def is_overwritten(variable: Any) -> bool:
 
 
 def is_sixteen_bit(variable: keras.Variable) -> bool:
-    """Returns whether a 16-bit variable is one that gradients update."""
+    """Returns whether a variable is 16-bit and updated by gradients."""
     return is_narrow(variable) and not is_overwritten(variable)
 
 
@@ -94,7 +94,7 @@ def store_apart(
 
 @contextlib.contextmanager
 def local_copies(these: Iterable[keras.Variable]) -> Iterator[None]:
-    """Makes each variable mean this replica's copy of it (TensorFlow)."""
+    """Makes each variable use this replica's copy of it (TensorFlow)."""
     with contextlib.ExitStack() as undo:
         for variable in these:
             copy = local(variable._value)

@@ -1,4 +1,4 @@
-"""Refuses a Keras version that tfmix cannot work with, at import."""
+"""Refuses a Keras version or backend that tfmix cannot work with."""
 
 import importlib
 import pkgutil

@@ -6,7 +6,8 @@ from typing import Any
 
 from tfmix import _tables
 
-# Smaller differences are no reason to choose a policy.
+# Smaller differences in time or memory are no reason to choose a policy, and
+# smaller ones between losses are no reason against it.
 _FASTER, _SMALLER, _OTHER_LOSS = 1.1, 0.9, 0.05
 _UNKNOWN = "-"
 
@@ -35,7 +36,7 @@ class Run:
     fallen: tuple[str, ...]  # layers that fell back, each with the reason
 
     def is_float32(self) -> bool:
-        """Returns whether the policy ran nothing in 16 bit."""
+        """Returns whether this is the run in float32."""
         return self.policy == "float32"
 
     def cells(self) -> list[str]:
@@ -134,7 +135,7 @@ class Report(_tables.Printed):
         return data
 
     def pair(self) -> tuple[Run, Run]:
-        """Returns the 16-bit run, or the first, and the other one."""
+        """Returns the two runs, that in float32 last."""
         if self.other is None:
             raise ValueError("There is only one run, so nothing to compare.")
         if self.run.is_float32() and not self.other.is_float32():
@@ -196,11 +197,11 @@ def _losses(narrow: Run, wide: Run) -> str:
         return ""
     gap = narrow.loss - wide.loss
     if not math.isfinite(gap):
-        return " A loss is not finite: see the notes above."
+        return " The last loss of a run is not finite."
     said = f" The last losses differ by {gap:+.2g}"
     if abs(gap) <= _OTHER_LOSS * abs(wide.loss):
         return f"{said}."
-    return f"{said}; so may those of two seeds: try a few."
+    return f"{said}; two runs with other seeds may differ as much: try a few."
 
 
 def _shown(value: float | None, form: str) -> str:

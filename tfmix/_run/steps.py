@@ -1,9 +1,9 @@
 """Counts and times all optimizer steps of a process.
 
-A step is an optimizer's `apply`: in `fit`, in your own compiled function, or in
-eager code. The clock is read between two steps. The first steps are timed one
-by one, and later ones for a quarter of a second at a time, because each reading
-waits for the device.
+A step is an optimizer's `apply`: in `fit`, in the user's own compiled function,
+or in eager code. The clock is read between two steps. The first steps are timed
+one by one, and later ones for a quarter of a second at a time, because each
+reading waits for the device.
 """
 
 import collections
@@ -72,7 +72,7 @@ class Counter:
         return None if skipped is None else int(skipped)
 
     def note_overflow(self) -> None:
-        """Notes where gradients overflow, while the optimizer exists."""
+        """Stores the likeliest cause of skips, while the optimizer exists."""
         optimizer = self._optimizer()
         if optimizer is None or not self.skipped():
             return
@@ -201,7 +201,7 @@ class Steps:
         return next((each.cause for each in self._every if each.cause), "")
 
     def longest(self) -> Group | None:
-        """Returns the group with most timed steps."""
+        """Returns the group with the most timed steps."""
         return max(self.groups, key=Group.steps_timed, default=None)
 
     def _applying(self, original: Callable) -> Callable:

@@ -88,7 +88,7 @@ class Skips:
         return [self._counts] if _ON_TENSORFLOW else []
 
     def count(self, applied: Any, bad: Any) -> None:
-        """Counts a step if it was skipped; in a loop, warns of eight."""
+        """Counts a skipped step; in a loop, it warns of the eighth in a row."""
         # An eager step that was applied writes only if it ends skips in a row.
         if applied is True and not (_ON_TENSORFLOW and self._counts[1]):
             return
@@ -101,6 +101,7 @@ class Skips:
             return
         one = ops.reshape(is_bad, (1,))
         flags = ops.cast(ops.concatenate([one, one, bad]), "int32")
+        # The second number counts skips in a row. An applied step ends them.
         in_a_row = np.arange(len(self._paths) + 2) == 1
         ended = ops.logical_and(in_a_row, ops.logical_not(is_bad))
         counts = ops.where(ended, 0, ops.add(self._counts, flags))

@@ -54,7 +54,7 @@ def choose(
     if fixed is not None:
         rule = rules.FixedLossScale(float(fixed))
     elif not float16 or level == "O3":
-        # The check for non-finite gradients stays.
+        # `NoLossScale` still skips steps that are not finite.
         rule = rules.NoLossScale()
     return _automatic(scaling.LossScaleOptimizer(optimizer, loss_scale=rule))
 

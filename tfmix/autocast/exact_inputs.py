@@ -1,4 +1,4 @@
-"""Gives exact numbers to the layers that a cast to 16 bit would break.
+"""Gives layers such as Embedding their inputs as they were before a cast.
 
 Keras casts the float inputs of a subclassed layer to 16 bit before its `call`.
 Ids then reach an `Embedding` rounded (2049 becomes 2048), and raw features lose
@@ -29,7 +29,7 @@ _EXACT_UP_TO = {"float16": 2048, "bfloat16": 256}
 
 
 def keep_exact(layer: keras.Layer) -> None:
-    """Makes a layer note what it casts, or use earlier notes."""
+    """Makes a layer note what it casts, or use the notes of other layers."""
     if isinstance(layer, keras.layers.Embedding):
         _wrap(layer, call=functools.partial(_look_up, layer))
     elif isinstance(layer, layers.DATA_LAYER):
@@ -163,7 +163,7 @@ def _mask_exactly(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Compares with a mask value that 16 bit need not represent."""
+    """Masks by the exact inputs, as 16 bit may not hold the mask value."""
     found = original(tensors.uncast(inputs), *args, **kwargs)
     result = keras.ops.cast(found, inputs.dtype)
     # Keras before 3.15 computes it later, from the rounded inputs.

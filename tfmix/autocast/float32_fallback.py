@@ -69,7 +69,7 @@ def reason(layer: keras.Layer) -> str:
 def trace_again(
     model: keras.Model, error: Exception, trace: Callable[[], Any]
 ) -> Any:
-    """Traces a failed `train_step` on layers that return float32 to it.
+    """Traces a failed `train_step` again, after its layers return float32.
 
     Raises the original error if that does not fix it.
     """
@@ -237,8 +237,8 @@ class _Fallback:
             return
         _messages.warn_once(
             "layer %r (%s) computes in float32 from now on, because its "
-            "code cannot compute in 16 bit; so do others with that code. %s To "
-            "fix it, write `x.dtype` where that code makes a tensor or a "
+            "code cannot compute in 16 bit; so do other layers of this class. "
+            "%s To fix it, write `x.dtype` where that code makes a tensor or a "
             "constant, or compute in float32 there; to keep it so, make the "
             'layer with dtype="float32".',
             self._layer.name,

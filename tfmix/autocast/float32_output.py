@@ -58,7 +58,9 @@ def _check(activation: Any) -> None:
     ):
         hint = ""
         if hasattr(activation, "shape"):
-            hint = " Call what it returns: float32_output('softmax')(x)."
+            hint = (
+                " To apply it to a tensor, write float32_output('softmax')(x)."
+            )
         raise TypeError(
             "`activation` must be the name of an activation, such as "
             "'softmax', a function, or None. Received: "

@@ -52,9 +52,9 @@ def asked(policy: Any) -> keras.DTypePolicy:
 def set_global_policy(policy: str | keras.DTypePolicy) -> None:
     """Sets the dtype policy of every layer created from now on.
 
-    It holds in all threads and survives `keras.utils.clear_session()`. Inside a
-    `policy_scope` of the same thread it lasts until the scope ends. `"float32"`
-    switches tfmix off: new layers are those of plain Keras. Until then,
+    It is active in all threads and survives `keras.utils.clear_session()`.
+    Inside a `policy_scope` of the same thread it lasts until the scope ends.
+    `"float32"` switches tfmix off: new layers are those of plain Keras. Until then,
     `compile` scales and guards every model whose layers compute in 16 bit. This
     includes copies, loaded models and Keras's own, with or without a policy.
 

@@ -37,7 +37,7 @@ from tfmix.policy import policy as policies
 
 # Every 16-bit policy has this rule, in addition to its ops.
 SIXTEEN_BIT = "(16 bit)"
-# A row with this rule holds for every caller.
+# A replacement with this rule is used for every caller.
 _ALWAYS = None
 
 Maker = Callable[[Any], Any]
@@ -51,7 +51,7 @@ class Row(NamedTuple):
 
 
 def rows_of_op(name: str) -> list[Row]:
-    """Lists the rows that an op may run through, innermost first."""
+    """Lists the rules of an op with their replacements, innermost first."""
     rows = _rows_in_16_bit(name, [weight_gradients.OPS])
     if name != op_places.ATTENTION:
         rows.append(Row(name, float32_ops.in_float32))

@@ -69,7 +69,7 @@ def run_graph(
 ) -> Any:
     """Runs the graph of a Functional model; `original` is Keras's method."""
     results = model_call.around()
-    # A model inside another one returns no results of its own.
+    # Only the outermost graph runs in parts.
     if not isinstance(results, Results) or results.model is not model:
         return original(inputs, operation_fn=operation_fn, **kwargs)
     return results.run(inputs, operation_fn)

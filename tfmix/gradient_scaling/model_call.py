@@ -38,8 +38,7 @@ States = dict[int, Any]
 # key to that container and its nest of arrays.
 Attributes = dict[tuple[int, Any], tuple[Any, Any]]
 
-# Marks the callers that models are called inside of. One takes a model's
-# results `AS_MADE`; others take those of a graph's parts.
+# What a model call is part of, while its results stay in their own dtype.
 AS_MADE = "as made"
 
 

@@ -13,8 +13,8 @@ from tfmix._keras import compilation
 _HIGHEST = 100
 _BIAS, _MANTISSA = 127, 23
 # Limits the sum of the incoming gradients. A bias gets the sum of all that
-# reaches its layer, and a kernel gets that sum times its inputs. Below this
-# limit they have 4 bits left, however many pixels or tokens there are.
+# reaches its layer, and a kernel gets that sum times its inputs. Float16 ends
+# at 2^16, so either may still grow by 2^4.
 _LARGEST_SUM = 2.0**12
 # Operations that only explain why a gradient is not finite run for gradients of
 # at most this size. XLA fuses them, so it has no limit.
@@ -74,8 +74,8 @@ def of(gradients: Sequence, losses: Sequence, factor: Any) -> Power:
     return Power(up, 1.0 / ops.where(is_finite, up, float("nan")))
 
 
-def say_why(gradients: Sequence) -> list[bool]:
-    """Returns which gradients must show why they are not finite.
+def become_infinite(gradients: Sequence) -> list[bool]:
+    """Returns which gradients become infinite after an overflow inside.
 
     A border returns NaN for all gradients if an incoming gradient was not
     finite. An overflow inside leaves as infinity, or, in the other gradients,
@@ -113,7 +113,7 @@ def blames_data(gradients: Sequence) -> Any:
     values = [value for value in values if 0 not in tuple(value.shape)]
     values = [
         value
-        for value, says in zip(values, say_why(values), strict=True)
+        for value, says in zip(values, become_infinite(values), strict=True)
         if says
     ]
     if not values:

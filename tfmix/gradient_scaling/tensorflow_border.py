@@ -150,7 +150,7 @@ class _Border:
             if n >= len(self._tensors)
         ]
         says_why = [False] * (len(values) - len(of_variables))
-        says_why += power.say_why(of_variables)
+        says_why += power.become_infinite(of_variables)
         with _as_written():
             unscaled = _all_unscaled(by.down, values, says_why)
             for n, true in zip(kept, unscaled, strict=True):

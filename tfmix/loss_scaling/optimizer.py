@@ -337,7 +337,7 @@ class LossScaleOptimizer(
         return self.rule.current(self._scale_state())
 
     def placing(self) -> Any:
-        """Returns the factor that moves gradients inside a model; 1.0 at first.
+        """Returns what multiplies the power of two inside a model, first 1.0.
 
         It is the loss scale divided by its first value: a float, or a float32
         scalar tensor that is not copied to the host.
@@ -675,8 +675,8 @@ class LossScaleOptimizer(
                 after = state.after(rule, applied, bad, norm, is_data)
                 self._warn_if_still(state, after)
                 self._assign(state, after)
-        # A flag of its own would keep XLA from counting in the kernel that
-        # computes the logs.
+        # The flag is read from the counter. For a separate boolean, XLA would
+        # count in another kernel.
         step_outcome.report(self.last_step_applied())
 
     def _blames_data(self, grads: Sequence) -> Any:

@@ -252,8 +252,8 @@ class _Guard:
                 ops.logical_or, [skipped, reports_lost, *lost]
             )
             # Without an `apply`, a batch is only known to be bad if something
-            # became NaN. What it adds to sums of gradients stays, so that their
-            # `apply` is skipped and counted.
+            # became NaN. Sums of gradients that it has made NaN stay NaN, so
+            # that the later `apply` skips them and counts that.
             only_skipped = ops.logical_and(skipped, ops.logical_not(applied))
             apply_if_finite.restore_unless(
                 ops.logical_not(only_skipped), _mended(watched)
@@ -341,9 +341,9 @@ class _Guard:
 def _mended(pairs: list) -> list:
     """Returns the values that a skipped step of the user's own restores.
 
-    If a sum of gradients was NaN before the step, the group of batches is lost:
-    the zeros that the step has written stay, and so do its integers, such as
-    the number of batches.
+    A user's step may sum gradients over a group of batches. If a sum was NaN
+    before the step, the group is lost: the zeros that the step has written
+    stay, and so do its integers, such as the number of batches.
     """
     floats = [old for _, old in pairs if all_finite.is_float(old)]
     begins_lost = ops.logical_not(all_finite.all_finite(floats))

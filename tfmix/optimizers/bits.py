@@ -8,8 +8,8 @@ from keras import ops
 
 from tfmix._keras import compilation
 
-# One kernel sums at most this many small, or large tensors. A kernel for more
-# tensors would need more memory for their hashes.
+# One kernel sums at most this many small, or large tensors, because it holds
+# the hashes of all.
 _TOGETHER = 32, 8
 
 

@@ -10,11 +10,11 @@ DTYPE_NAMES = (
     "float16",
     "bfloat16",
 )
-# This policy is bfloat16, except for the matrix products of some layers.
+# This policy is mixed_bfloat16, with float8 products in some layers.
 FLOAT8 = "mixed_float8"
 NAMES = (*DTYPE_NAMES, FLOAT8, "auto", *float32_layers.LEVELS)
 
-# Other libraries use these names.
+# Names from other libraries are suggestions in an error, not accepted.
 _ALIASES = {
     **dict.fromkeys(
         ("fp32", "float", "single", "full", "mixed_float32"), "float32"
