@@ -24,8 +24,9 @@ def terminal(monkeypatch, stream=None):
     return sys.stderr
 
 
+# "╺" stands between the part of a bar that is done and the rest.
 @pytest.mark.parametrize(
-    ("share", "shown"), [((), "Working: 2"), ((0.5,), "━" * 10)]
+    ("share", "shown"), [((), "Working: 2"), ((0.5,), "╺")]
 )
 def test_a_terminal_shows_the_line_and_a_known_share_as_a_bar(
     monkeypatch, share, shown
