@@ -185,15 +185,6 @@ def test_a_standstill_causes_one_warning(caplog):
     assert "last 3 steps" in rung[0]
 
 
-def test_skips_at_the_start_are_one_line_and_no_warning(caplog):
-    caplog.set_level("INFO", logger="absl")
-    fit(compiled(), Monitor(every=1), batches(8, bad=range(6)))
-    lines = [one for one in caplog.records if "Loss scale" in one.message]
-    assert len(lines) == 1
-    assert "32768 -> 16384" in lines[0].message
-    assert lines[0].levelname == "INFO"
-
-
 def test_a_model_without_loss_scaling_trains_with_one_warning(caplog):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")

@@ -2,9 +2,9 @@
 
 import collections
 import dataclasses
+import itertools
 import math
 import os
-import time
 from typing import Any
 
 import keras
@@ -116,8 +116,7 @@ class LossScaleMonitor(skip_report.SkipWatch):
         self.gradient_norm = gradient_norm
         self.timeline: list[Reading] = []
         self._step = self._next_reading = self._epoch_start = 0
-        self._has_scale = self._started = self._has_warned = False
-        self._shown: dict[str, float] = {}
+        self._has_scale = self._started = False
         # Keras appends to it from a pool of threads, not always in order.
         self._batches: collections.deque[int] = collections.deque(maxlen=1024)
 
@@ -185,11 +184,10 @@ class LossScaleMonitor(skip_report.SkipWatch):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Shows the last reading in the progress bar."""
         self._batches.append(batch)
-        if logs is not None:
+        if self._has_scale and logs is not None:
             # A bar wider than the terminal leaves a line at each redraw.
-            shown = {**self._shown}
-            shown.pop("applied_steps", None)
-            logs.update(shown)
+            shown = self._numbers("loss_scale", "skipped_steps")
+            logs.update({k: v for k, v in shown.items() if not math.isnan(v)})
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Takes a reading, and adds it to the epoch's logs."""
@@ -197,9 +195,8 @@ class LossScaleMonitor(skip_report.SkipWatch):
         if self._has_scale:
             self._read()
             if logs is not None:
-                if self.gradient_norm:
-                    logs["gradient_norm"] = float("nan")
-                logs.update(self._shown)
+                names = "loss_scale", "applied_steps", "skipped_steps"
+                logs.update(self._numbers(*names))
         super().on_epoch_end(epoch, logs)
 
     def _start(self) -> None:
@@ -207,18 +204,14 @@ class LossScaleMonitor(skip_report.SkipWatch):
         # A critic takes several steps within one step of the model.
         self._step = max(self._step, min(counts))
         start = self._reading()
-        # The next change of the scale is compared with this reading.
-        self._logged, self._quiet_until = start, 0.0
-        self._last_progress, self._has_warned = start, False
         self._next_reading = self._step + self.every
         self._started = True
         if not self.timeline or self.timeline[-1].step != self._step:
-            self._record(start)
+            self.timeline.append(start)
 
     def _read(self) -> None:
         reading = self._reading()
-        self._record(reading)
-        self._log_change(reading)
+        self.timeline.append(reading)
         self._log_standstill(reading)
         try:
             for optimizer in self._optimizers():
@@ -229,15 +222,12 @@ class LossScaleMonitor(skip_report.SkipWatch):
             text = "\n".join([where, cause, advice])
             raise errors.LossScaleError(text) from None
 
-    def _record(self, reading: Reading) -> None:
-        self.timeline.append(reading)
-        self._shown = {
-            name: progress_bar.Shown(getattr(reading, name))
-            for name in ("loss_scale", "applied_steps", "skipped_steps")
-        }
-        norm = reading.gradient_norm
-        if norm is not None and not math.isnan(norm):
-            self._shown["gradient_norm"] = progress_bar.Shown(norm)
+    def _numbers(self, *names: str) -> dict[str, float]:
+        """Returns numbers of the last reading, and the norm if it is shown."""
+        if self.gradient_norm:
+            names = (*names, "gradient_norm")
+        last = self.timeline[-1]
+        return {name: progress_bar.Shown(getattr(last, name)) for name in names}
 
     def _reading(self) -> Reading:
         # Reading `self.model` updates the variables on JAX, where `fit` does
@@ -258,39 +248,21 @@ class LossScaleMonitor(skip_report.SkipWatch):
             norm,
         )
 
-    def _log_change(self, now: Reading) -> None:
-        """Logs a change of the scale, at most once in ten seconds."""
-        last, seconds = self._logged, time.monotonic()
-        if now.loss_scale == last.loss_scale or seconds < self._quiet_until:
-            return
-        inside = _scales_inside(self.model)
-        what = "Scale of gradients" if inside else "Loss scale"
-        # A scale that is too high at first may change ten times in a row.
-        self._logged, self._quiet_until = now, seconds + 10.0
-        _messages.info(
-            "%s %g -> %g by step %d; %d step(s) skipped since step %d.",
-            what,
-            last.loss_scale,
-            now.loss_scale,
-            now.step,
-            now.skipped_steps - last.skipped_steps,
-            last.step,
-        )
-
     def _log_standstill(self, now: Reading) -> None:
         """Logs a warning, once, if no step was applied for a while."""
-        if now.applied_steps != self._last_progress.applied_steps:
-            self._last_progress, self._has_warned = now, False
-            return
-        waited = now.step - self._last_progress.step
-        if waited >= self.alarm_after and not self._has_warned:
-            self._has_warned = self._has_reported = True
-            progress_bar.warn(
-                self,
-                "%s: %s",
-                standstill.idle(waited),
-                self._why(now),
+        # The readings since the last applied step, with `now` as the first.
+        idle = list(
+            itertools.takewhile(
+                lambda reading: reading.applied_steps == now.applied_steps,
+                reversed(self.timeline),
             )
+        )
+        waited = now.step - idle[-1].step
+        waited_before = idle[1].step - idle[-1].step if len(idle) > 1 else 0
+        if waited >= self.alarm_after > waited_before:
+            self._has_reported = True
+            text = standstill.idle(waited)
+            progress_bar.warn(self, "%s: %s", text, self._why(now))
 
     def _why(self, now: Reading) -> str:
         in_epoch = now.step - self._epoch_start
@@ -310,7 +282,7 @@ def _opening(model: keras.Model) -> str:
     size = f"2^{power - 1}" if fraction == 0.5 else f"{scale:g}"
     scaling_text = _RULES.get(type(rule), type(rule).__name__ + " {}")
     is_off = isinstance(rule, rules.NoLossScale)
-    if _scales_inside(model) and not is_off:
+    if model_call.scales(model.trainable_variables) and not is_off:
         scaling_text = "gradients are scaled inside the model"
     policy = " and ".join(names) or _formats.FLOAT32.name
     return (
@@ -325,11 +297,6 @@ _RULES: dict[type, str] = {
     rules.FixedLossScale: "fixed scale {}",
     rules.NoLossScale: "no loss scale",
 }
-
-
-def _scales_inside(model: keras.Model) -> bool:
-    """Returns whether a model scales its gradients, so that no loss is."""
-    return model_call.scales(model.trainable_variables)
 
 
 def _has_scale(model: keras.Model) -> bool:

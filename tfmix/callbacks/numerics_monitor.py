@@ -1,13 +1,13 @@
 """`NumericsMonitor` checks every layer's numbers on sampled steps of `fit`."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 
 from tfmix import _arguments, _bad_rows, _formats, _messages
 from tfmix._keras import layers, training
@@ -79,7 +79,8 @@ class NumericsMonitor(keras.callbacks.Callback):
         self._step = 0
         self._tap: Tap | None = None
         self._model_of: Any = None
-        self._prepared = self._failed = False
+        self._instruments: _Instruments | None = None
+        self._failed = False
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Replaces the training function with a `Tap`."""
@@ -91,7 +92,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         model.train_function = self._tap
         if self._model_of is not model:
             self._model_of = model
-            self._prepared = self._failed = False
+            self._instruments, self._failed = None, False
             if note := missing_scaler.warning(model):
                 _messages.warn("%s", note)
 
@@ -108,31 +109,13 @@ class NumericsMonitor(keras.callbacks.Callback):
             logs["headroom_bits"] = self._headroom
             logs["numerics_events"] = float(len(self.events))
 
-    def _prepare(self, model: Any, batch: Any) -> None:
-        if not layers.is_built(model):
-            x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-            # A symbolic call draws no random numbers and changes no variable.
-            model(keras.tree.map_structure(_symbol, x))
-        sixteen = planned_policies.sixteen_bit_layers(model)
-        # A model without 16-bit layers is measured as float16 would see it.
-        dtype = sixteen[0].compute_dtype if sixteen else "float16"
-        self._limits = _formats.limits(dtype)
-        self._found = probe.targets(model)
-        paths = [variable.path for variable in model.trainable_variables]
-        self._reader = Reader(self._found, paths, self._limits)
-        self._sampler = sampler.Sampler(model, self._found, self._limits)
-        self._exact: sampler.Sampler | None = None
-        self._products: sampler.ProductSampler | None = None
-        self._cleared: set[str] = set()
-        self._prepared = True
-
     def _look(self, state: Any, batch: Any) -> None:
         if self._failed:
             return
         try:
-            if not self._prepared:
-                self._prepare(self._model_of, batch)
-            self._read(self._sampler(state, batch), state, batch)
+            if self._instruments is None:
+                self._instruments = _Instruments(self._model_of, batch)
+            self._read(self._instruments, state, batch)
         except Exception as error:
             # A fault of the monitor must not stop the training.
             self._failed = True
@@ -142,12 +125,15 @@ class NumericsMonitor(keras.callbacks.Callback):
                 error,
             )
 
-    def _read(self, sample: sampler.Sample, state: Any, batch: Any) -> None:
-        self.rows = self._reader.rows(sample)
+    def _read(self, use: "_Instruments", state: Any, batch: Any) -> None:
+        sample = use.sampler(state, batch)
+        self.rows = use.reader.rows(sample)
         self._headroom = min(
             (
-                row.measures.headroom_bits
-                for call, row in zip(sample.calls, self.rows, strict=False)
+                output.headroom_bits
+                for call, output in zip(
+                    sample.calls, sample.outputs, strict=True
+                )
                 if call.dtype in _formats.SIXTEEN_BIT
             ),
             default=math.nan,
@@ -156,65 +142,90 @@ class NumericsMonitor(keras.callbacks.Callback):
         bad_rows = _bad_rows.find({"x": x, "y": y})
         for bad in bad_rows:
             # The data is at fault, so no layer is named.
-            forward, verdict = verdicts.FORWARD, verdicts.NOT_FINITE
-            self._add(bad.name, forward, verdict, bad.text)
-        if bad_rows:
-            pass
-        elif fault := self._reader.forward(sample):
-            layer, verdict = fault
-            self._add(layer, verdicts.FORWARD, verdict)
-        elif overflowing := self._reader.overflow(sample):
-            lowest = self._lowest_scale()
-            if sample.scale > lowest:
-                # At a higher scale, the rule lowers the scale by itself.
-                again = self._sampler(state, batch, lowest)
-                overflowing = self._reader.overflow(again)
-            if overflowing:
-                self._add(overflowing, verdicts.BACKWARD, verdicts.OVERFLOW)
-        else:
-            self._add_underflow(sample, state, batch)
-        if self._products is None:
-            # The model's first call has chosen the float8 layers by now.
-            chosen = chosen_layers.chosen(self._model_of)
-            self._products = sampler.ProductSampler(self._model_of, chosen)
-        self.products = self._products(state, batch)
+            place = bad.name, verdicts.FORWARD, verdicts.NOT_FINITE
+            self._add(*place, bad.text)
+        if not bad_rows and (fault := use.fault(sample, state, batch)):
+            self._add(*fault)
+        self.products = use.products(state, batch)
         for worst in self.products[:1]:
             if not worst.is_fine:
                 self._add(worst.layer, f"float8 {worst.product}", worst.verdict)
-
-    def _add_underflow(
-        self, sample: sampler.Sample, state: Any, batch: Any
-    ) -> None:
-        layer = self._reader.underflow(sample)
-        if layer is None or layer in self._cleared:
-            return
-        if self._exact is None:
-            plan = planned_policies.reference(self._model_of)
-            self._exact = sampler.Sampler(
-                self._model_of, self._found, self._limits, plan
-            )
-        # A gradient that is zero in float32 as well has not vanished.
-        exact = self._exact(state, batch, sample.scale)
-        maker = self._reader.lost(sample, exact)
-        if maker is None:
-            self._cleared.add(layer)
-        else:
-            self._add(maker, verdicts.BACKWARD, verdicts.UNDERFLOW)
-
-    def _lowest_scale(self) -> float:
-        rule = getattr(self._model_of.optimizer, "rule", None)
-        return (rule and rule.lowest_scale) or 1.0
 
     def _add(
         self, layer: str, phase: str, verdict: str, text: str = ""
     ) -> None:
         step = self._tap.step if self._tap else self._step
-        event = Event(step, layer, phase, verdict)
-        earlier = {dataclasses.replace(old, step=step) for old in self.events}
-        if event not in earlier:
-            text = text or verdicts.fault(layer, phase, verdict)
+        fault = layer, phase, verdict
+        if fault not in {(x.layer, x.phase, x.verdict) for x in self.events}:
+            text = text or verdicts.fault(*fault)
             progress_bar.warn(self, "step %d: %s", step, text)
-        self.events.append(event)
+        self.events.append(Event(step, *fault))
+
+
+class _Instruments:
+    """The samplers of one model, and the reader of their samples."""
+
+    def __init__(self, model: keras.Model, batch: Any) -> None:
+        if not layers.is_built(model):
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+            # A symbolic call draws no random numbers and changes no variable.
+            model(keras.tree.map_structure(_symbol, x))
+        sixteen = planned_policies.sixteen_bit_layers(model)
+        # A model without 16-bit layers is measured as float16 would see it.
+        dtype = sixteen[0].compute_dtype if sixteen else "float16"
+        self._model, self._found = model, probe.targets(model)
+        self._limits = _formats.limits(dtype)
+        paths = [variable.path for variable in model.trainable_variables]
+        self.reader = Reader(self._found, paths, self._limits)
+        self.sampler = sampler.Sampler(model, self._found, self._limits)
+        # The layers whose gradients vanish in float32 as well.
+        self._cleared: set[str] = set()
+
+    @functools.cached_property
+    def _exact(self) -> sampler.Sampler:
+        plan = planned_policies.reference(self._model)
+        return sampler.Sampler(self._model, self._found, self._limits, plan)
+
+    @functools.cached_property
+    def products(self) -> sampler.ProductSampler:
+        """The sampler of float8 products."""
+        # The model's first call has chosen the float8 layers by now.
+        chosen = chosen_layers.chosen(self._model)
+        return sampler.ProductSampler(self._model, chosen)
+
+    def fault(
+        self, sample: sampler.Sample, state: Any, batch: Any
+    ) -> tuple[str, str, str] | None:
+        """Returns the first fault of a sample: layer, phase and verdict."""
+        if found := self.reader.forward(sample):
+            layer, verdict = found
+            return layer, verdicts.FORWARD, verdict
+        rule = getattr(self._model.optimizer, "rule", None)
+        lowest = (rule and rule.lowest_scale) or 1.0
+        verdict, loser = verdicts.OVERFLOW, self.reader.overflow(sample)
+        if loser is None:
+            verdict = verdicts.UNDERFLOW
+            loser = self._underflow(sample, state, batch)
+        elif sample.scale > lowest:
+            # At a higher scale, the rule lowers the scale by itself.
+            loser = self.reader.overflow(self.sampler(state, batch, lowest))
+        return (loser, verdicts.BACKWARD, verdict) if loser else None
+
+    def _underflow(
+        self, sample: sampler.Sample, state: Any, batch: Any
+    ) -> str | None:
+        """Returns the layer whose gradients vanish first, going back.
+
+        A gradient that is zero in float32 as well has not vanished.
+        """
+        layer = self.reader.underflow(sample)
+        if layer is None or layer in self._cleared:
+            return None
+        exact = self._exact(state, batch, sample.scale)
+        loser = self.reader.lost(sample, exact)
+        if loser is None:
+            self._cleared.add(layer)
+        return loser
 
 
 def _symbol(leaf: Any) -> keras.KerasTensor:
@@ -315,55 +326,61 @@ class Reader:
         """Returns a row for every tensor of a sample."""
         names = [self.found[call.target].name for call in sample.calls]
         return [
-            TensorRanges(name, phase, ranges.from_vector(row, self.limits))
-            for layers, phase, table in (
-                (names, "forward", sample.forward[:, : len(ranges.COLUMNS)]),
-                (names, "backward", sample.backward),
+            TensorRanges(name, phase, measures)
+            for owners, phase, measured in (
+                (names, "forward", sample.outputs),
+                (names, "backward", sample.output_gradients),
                 (self.variables, "weights", sample.weights),
                 (self.variables, "weight_gradients", sample.gradients),
             )
-            for name, row in zip(layers, table, strict=True)
+            for name, measures in zip(owners, measured, strict=True)
         ]
 
     def forward(self, sample: sampler.Sample) -> tuple[str, str] | None:
         """Returns the layer and verdict of the first fault, going forward."""
         faults: dict[str, str] = {}
-        for call, row in zip(sample.calls, sample.forward, strict=True):
-            if (verdict := self._own_fault(call, row)) != verdicts.OK:
-                faults.setdefault(self.found[call.target].name, verdict)
+        names = [self.found[call.target].name for call in sample.calls]
+        for name, measures, (error, broken) in zip(
+            names, sample.outputs, sample.errors, strict=True
+        ):
+            verdict = self._verdict(measures, float(error))
+            if verdict != verdicts.OK and not broken:
+                faults.setdefault(name, verdict)
         for name in probe.around(faults, self.found) & faults.keys():
             del faults[name]
         severe = (verdicts.OVERFLOW, verdicts.NOT_FINITE)
         hard = [fault for fault in faults.items() if fault[1] in severe]
         if faults:
             return (hard or list(faults.items()))[0]
-        for call, row in zip(sample.calls, sample.forward, strict=True):
-            if _not_finite(row):
+        for name, measures in zip(names, sample.outputs, strict=True):
+            if measures.not_finite:
                 # The layer's input or weights were not finite before.
-                return self.found[call.target].name, verdicts.NOT_FINITE
+                return name, verdicts.NOT_FINITE
         return None
 
     def backward(
-        self, sample: sampler.Sample, bad: Callable[[Any], bool]
+        self, sample: sampler.Sample, is_bad: Callable[[ranges.Measures], bool]
     ) -> str | None:
         """Returns the layer whose gradients are bad first, going back.
 
-        `bad` judges a row of gradients. The layer is the one that receives
-        good gradients and computes bad ones, for its inputs or weights. The
-        result is `"loss"` if the loss does, and None if no gradient is bad.
-        Code between two layers counts as part of the layer before it.
+        It is the layer that receives good gradients and computes bad ones, for
+        its inputs or weights. The result is `"loss"` if the loss does, and None
+        if no gradient is bad. Code between two layers counts as part of the
+        layer before it.
         """
-        received = {
-            index: call.dtype in _formats.SIXTEEN_BIT
-            and bad(sample.backward[index])
-            for index, call in enumerate(sample.calls)
-        }
+        received = [
+            call.dtype in _formats.SIXTEEN_BIT and is_bad(gradient)
+            for call, gradient in zip(
+                sample.calls, sample.output_gradients, strict=True
+            )
+        ]
 
-        def computes(rows: Sequence[int]) -> bool:
-            return any(bad(self._rounded(sample.inputs[row])) for row in rows)
+        def computes(entries: Sequence[int]) -> bool:
+            gradients = (sample.inputs[entry] for entry in entries)
+            return any(is_bad(self._rounded(each)) for each in gradients)
 
         # A bad gradient that no layer receives does no harm.
-        reached = min((at for at in received if received[at]), default=math.inf)
+        reached = received.index(True) if True in received else math.inf
         if reached < math.inf and computes(sample.loss_inputs):
             return verdicts.LOSS
         faulty: list[str] = []
@@ -371,20 +388,18 @@ class Reader:
             name = self.found[call.target].name
             if received[index]:
                 faulty = faulty or [name]
-            elif self._weights_bad(call.target, sample, bad) or (
+            elif self._weights_bad(call.target, sample, is_bad) or (
                 index > reached and computes(call.inputs)
             ):
                 faulty.append(name)
         outer = probe.around(faulty, self.found)
         return next((name for name in faulty if name not in outer), None)
 
-    def _rounded(self, row: Any) -> Any:
-        """Returns a gradient's row as it would be after a cast to 16 bit."""
-        if _column(row, "largest") <= self.limits.max:
-            return row
-        row = np.array(row)
-        row[ranges.COLUMNS.index("not_finite")] = 1.0
-        return row
+    def _rounded(self, gradient: ranges.Measures) -> ranges.Measures:
+        """Returns a gradient's measures as after a cast to 16 bit."""
+        if gradient.largest <= self.limits.max:
+            return gradient
+        return dataclasses.replace(gradient, not_finite=1.0)
 
     def overflow(self, sample: sampler.Sample) -> str | None:
         """Returns the layer whose gradients overflow first, going back.
@@ -392,7 +407,7 @@ class Reader:
         If the loss itself is out of the format's range, as a sum over pixels
         may be, it is the reason for all later overflows.
         """
-        layer = self.backward(sample, _not_finite)
+        layer = self.backward(sample, _overflowed)
         too_large = abs(sample.loss) > self.limits.max
         return verdicts.LOSS if layer and too_large else layer
 
@@ -402,66 +417,69 @@ class Reader:
         `exact` is the same step in float32. Gradients that are zero there are
         ignored; the result is None if no others vanish.
         """
-        largest = ranges.COLUMNS.index("largest")
 
-        def nonzero(rows: np.ndarray, right: np.ndarray) -> np.ndarray:
-            # Infinity marks a row to ignore: it does not count as vanished.
-            return np.where(right[:, [largest]] > 0.0, rows, np.inf)
+        def nonzero(
+            near: list[ranges.Measures], right: list[ranges.Measures]
+        ) -> list[ranges.Measures]:
+            # A gradient that is not finite has not vanished.
+            return [
+                a if b.largest else dataclasses.replace(a, not_finite=1.0)
+                for a, b in zip(near, right, strict=True)
+            ]
 
-        kept = dataclasses.replace(
-            sample,
-            backward=nonzero(sample.backward, exact.backward),
-            inputs=nonzero(sample.inputs, exact.inputs),
-            gradients=nonzero(sample.gradients, exact.gradients),
+        return self.underflow(
+            dataclasses.replace(
+                sample,
+                output_gradients=nonzero(
+                    sample.output_gradients, exact.output_gradients
+                ),
+                inputs=nonzero(sample.inputs, exact.inputs),
+                gradients=nonzero(sample.gradients, exact.gradients),
+            )
         )
-        return self.underflow(kept)
 
     def underflow(self, sample: sampler.Sample) -> str | None:
         """Returns the layer whose gradients vanish first, going back."""
 
-        def vanished(row: Any) -> bool:
+        def vanished(gradient: ranges.Measures) -> bool:
             # A gradient with fewer than four bits is noise.
-            small = _column(row, "largest") < 16 * self.limits.smallest
-            return small and not _not_finite(row)
+            small = gradient.largest < 16 * self.limits.smallest
+            return small and not gradient.not_finite
 
         return self.backward(sample, vanished)
 
     def _weights_bad(
-        self, index: int, sample: sampler.Sample, bad: Callable[[Any], bool]
+        self,
+        index: int,
+        sample: sampler.Sample,
+        is_bad: Callable[[ranges.Measures], bool],
     ) -> bool:
         target = self.found[index]
         if not target.whole:
             return False
         paths = {variable.path for variable in target.weights}
         named = zip(self.variables, sample.gradients, strict=True)
-        rows = [row for path, row in named if path in paths]
+        gradients = [each for path, each in named if path in paths]
         # One overflow is a fault. A single zero is not: it may be a bias
         # before a normalisation.
-        overflowed = any(map(_not_finite, rows)) and any(map(bad, rows))
-        return overflowed or (bool(rows) and all(map(bad, rows)))
+        overflowed = any(map(_overflowed, gradients))
+        some, every = any(map(is_bad, gradients)), all(map(is_bad, gradients))
+        return (overflowed and some) or (bool(gradients) and every)
 
-    def _own_fault(self, call: sampler.Call, row: Any) -> str:
-        measured = ranges.from_vector(row[: len(ranges.COLUMNS)], self.limits)
-        error, broken = row[len(ranges.COLUMNS) :]
-        if broken:
-            return verdicts.OK
+    def _verdict(self, output: ranges.Measures, error: float) -> str:
+        """Returns the verdict on an output that is finite in float32."""
         gap = ranges.Gap(
-            float(error),
+            error,
             cosine=1.0,
             lost=not math.isfinite(error),
             only_nan=False,
             broken=False,
-            flushed=measured.zero if error >= 1 else 0.0,
-            subnormal=measured.subnormal,
-            headroom_bits=measured.headroom_bits,
+            flushed=output.zero if error >= 1 else 0.0,
+            subnormal=output.subnormal,
+            headroom_bits=output.headroom_bits,
         )
         return verdicts.of_output(gap, self.limits)
 
 
-def _not_finite(row: Any) -> bool:
-    """Returns whether a row of measures is of a tensor with NaN or infinity."""
-    return _column(row, "not_finite") > 0
-
-
-def _column(row: Any, name: str) -> float:
-    return float(row[ranges.COLUMNS.index(name)])
+def _overflowed(gradient: ranges.Measures) -> bool:
+    return gradient.not_finite > 0

@@ -22,8 +22,8 @@ from tfmix.diagnostics import (
 )
 from tfmix.loss_scaling import optimizer as scaling
 
-# A forward row holds `ranges.COLUMNS`, the relative error, and whether float32
-# is not finite either.
+# A row of the forward pass holds two more: the relative error, and whether
+# float32 is not finite either.
 _WIDTH = len(ranges.COLUMNS)
 # Each layer has this many rows for the gradients of its calls, and as many for
 # those of their inputs, because layers may be shared.
@@ -53,30 +53,21 @@ class Sample:
 
     # The calls are in the order in which they ended.
     calls: tuple[Call, ...]
-    # These rows of `inputs` are the loss's gradients of the model's outputs.
+    # These entries of `inputs` are the loss's gradients of the model's outputs.
     loss_inputs: tuple[int, ...]
-    # Both have a row for each call: its output, and the output's gradient.
-    forward: np.ndarray
-    backward: np.ndarray
-    # There is a row for each gradient that a call computes for an input. It is
-    # only a part of the tensor's gradient if other calls read the tensor.
-    inputs: np.ndarray
-    # Both have a row for each trainable weight.
-    weights: np.ndarray
-    gradients: np.ndarray
+    # Each has an entry for each call. `errors` holds the relative error, and
+    # whether float32 is not finite either.
+    outputs: list[ranges.Measures]
+    errors: np.ndarray
+    output_gradients: list[ranges.Measures]
+    # There is an entry for each gradient that a call computes for an input. It
+    # is only a part of the tensor's gradient if other calls read the tensor.
+    inputs: list[ranges.Measures]
+    # Both have an entry for each trainable weight.
+    weights: list[ranges.Measures]
+    gradients: list[ranges.Measures]
     scale: float
     loss: float  # not scaled
-
-
-class _Trace:
-    """The calls of one step, collected while it is traced."""
-
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
-        self.rows: list[Any] = []  # no tensor may outlive the traced function
-        self.loss_inputs: tuple[int, ...] = ()
-        self.inputs = 0
-        self.has_weights = False
 
 
 class Sampler:
@@ -94,37 +85,45 @@ class Sampler:
         self._planned = planned
         self._reference = planned_policies.reference(model)
         self._room = _CALLS_PER_LAYER * len(targets) + 1
-        self._trace = _Trace()
+        # The calls of the step and the rows of its loss, once it is traced.
+        self._traced: tuple[tuple[Call, ...], tuple[int, ...]] = (), ()
         self._compiled = _compile(model, self._step)
 
-    def __call__(self, state: Any, data: Any, scale: float = 0.0) -> Sample:
-        """Measures one step; a scale of 0 means the optimizer's scale."""
-        values = self._compiled(state, data, ops.convert_to_tensor(scale))
+    def __call__(self, state: Any, data: Any, override: float = 0.0) -> Sample:
+        """Measures one step; 0 means the optimizer's scale."""
+        values = self._compiled(state, data, ops.convert_to_tensor(override))
         arrays = [np.asarray(ops.convert_to_numpy(value)) for value in values]
-        forward, backward, weights, gradients, used, scaled = arrays
-        trace, room = self._trace, self._room
+        forward, backward, weights, gradients, scale, scaled = arrays
+        calls, loss_inputs = self._traced
+        used = sum(len(call.inputs) for call in calls) + len(loss_inputs)
+
+        def read(table: np.ndarray) -> list[ranges.Measures]:
+            return [ranges.from_vector(row, self._limits) for row in table]
+
         return Sample(
-            tuple(trace.calls),
-            trace.loss_inputs,
-            forward,
-            backward[: len(trace.calls)],
-            backward[room : room + trace.inputs],
-            weights,
-            gradients,
-            scale=float(used),
-            loss=float(scaled) / float(used),
+            calls,
+            loss_inputs,
+            read(forward[:, :_WIDTH]),
+            forward[:, _WIDTH:],
+            read(backward[: len(calls)]),
+            read(backward[self._room : self._room + used]),
+            read(weights),
+            read(gradients),
+            scale=float(scale),
+            loss=float(scaled) / float(scale),
         )
 
     def _step(self, state: Any, data: Any, override: Any) -> tuple[Any, ...]:
         weights, others = _values(self._model, state)
         tokens = ops.zeros((2 * self._room, _WIDTH), "float32")
+        with keras.StatelessScope(others):
+            scale = self._scale(override)
 
         def losses(inputs: list[Any]) -> list[Any]:
             trainable = self._model.trainable_variables
             mapping = [*zip(trainable, inputs[1:], strict=True), *others]
             with keras.StatelessScope(mapping, collect_losses=True):
                 rows, loss = self._forward(inputs[0], data)
-                scale = self._scale(override)
             return [loss * scale, ops.stack(rows)]
 
         autocast: Any = contextlib.nullcontext()
@@ -135,58 +134,56 @@ class Sampler:
                 losses, [tokens, *weights], sparse=True
             )
             gradients = back([ops.ones_like(loss), ops.zeros_like(rows)])
-        with keras.StatelessScope(others):
-            scale = self._scale(override)
         tables = self._table(weights), self._table(gradients[1:])
         return rows, gradients[0], *tables, scale, loss
 
     def _forward(self, tokens: Any, data: Any) -> tuple[list[Any], Any]:
-        trace = self._trace = _Trace()
+        calls: list[Call] = []
+        rows: list[Any] = []
+        free = iter(range(self._room))
+        has_weights = False
+
+        def export(tensor: Any, row: int) -> Any:
+            return differentiation.export_gradient(
+                tensor,
+                tokens[row],
+                lambda gradient: ranges.vector(gradient, self._limits),
+            )
+
+        def measure_inputs(
+            tensors: list[Any],
+        ) -> tuple[list[Any], tuple[int, ...]]:
+            """Measures the gradients of a call's inputs; returns their rows."""
+            pairs = [*zip(tensors, free, strict=False)]
+            measured = [
+                export(tensor, self._room + row) for tensor, row in pairs
+            ]
+            left = tensors[len(pairs) :]
+            return [*measured, *left], tuple(row for _, row in pairs)
 
         def on_call(call: probe.Call) -> Any:
+            nonlocal has_weights
             tensors = call.tensors
             inputs: tuple[int, ...] = ()
-            if trace.has_weights:
-                tensors, inputs = self._measure_inputs(tensors, tokens)
+            if has_weights:
+                tensors, inputs = measure_inputs(tensors)
             outputs = call.proceed_with(tensors)
-            trace.has_weights |= bool(call.target.weights)
-            leaves, index = probe.floats(outputs), len(trace.calls)
+            has_weights |= bool(call.target.weights)
+            leaves, index = probe.floats(outputs), len(calls)
             if not leaves or index >= self._room:
                 return outputs
-            trace.rows.append(self._row(call, leaves))
-            trace.calls.append(
-                Call(call.key[0], probe.dtype(leaves[0]), inputs)
+            rows.append(self._row(call, leaves))
+            calls.append(Call(call.key[0], probe.dtype(leaves[0]), inputs))
+            return probe.replaced(
+                outputs, [export(leaves[0], index), *leaves[1:]]
             )
-            first = self._measure_gradient(leaves[0], tokens[index])
-            return probe.replaced(outputs, [first, *leaves[1:]])
 
         with probe.watched(self._found, on_call):
             outputs = batches.outputs_of(self._model, data)
-        leaves, trace.loss_inputs = self._measure_inputs(
-            probe.floats(outputs), tokens
-        )
+        leaves, loss_inputs = measure_inputs(probe.floats(outputs))
+        self._traced = tuple(calls), loss_inputs
         outputs = probe.replaced(outputs, leaves)
-        loss = batches.loss_of(self._model, data, outputs)
-        rows, trace.rows = trace.rows, []
-        return rows, loss
-
-    def _measure_inputs(
-        self, tensors: list[Any], tokens: Any
-    ) -> tuple[list[Any], tuple[int, ...]]:
-        """Measures the gradients of a call's inputs; returns their rows."""
-        first = self._trace.inputs
-        rows = range(first, min(first + len(tensors), self._room))
-        measured = [
-            self._measure_gradient(tensor, tokens[self._room + row])
-            for tensor, row in zip(tensors, rows, strict=False)
-        ]
-        self._trace.inputs = rows.stop
-        return [*measured, *tensors[len(measured) :]], tuple(rows)
-
-    def _measure_gradient(self, tensor: Any, token: Any) -> Any:
-        return differentiation.export_gradient(
-            tensor, token, lambda grad: ranges.vector(grad, self._limits)
-        )
+        return rows, batches.loss_of(self._model, data, outputs)
 
     def _row(self, call: probe.Call, leaves: list[Any]) -> Any:
         leaves = [ops.stop_gradient(leaf) for leaf in leaves]
