@@ -36,8 +36,7 @@ class SkipWatch(keras.callbacks.Callback):
         self._has_reported = False
         self._bad_data: skip_causes.BadData | None = None
         self._last_cause = ""
-        # A cause that stays is reported again after 2, 4, 8 epochs.
-        self._wait, self._silent_until = 2, 0
+        self._silent_until = 0
         # The epoch of its first report, and applied and skipped steps since.
         self._since = 0, 0, 0
 
@@ -100,27 +99,22 @@ class SkipWatch(keras.callbacks.Callback):
     ) -> None:
         self._has_reported = True
         cause = self.cause(skipped, loss)
-        if cause.kind == self._last_cause:
-            self._report_again(epoch, applied, skipped)
+        is_new = cause.kind != self._last_cause
+        first, *before = (epoch, 0, 0) if is_new else self._since
+        applied, skipped = applied + before[0], skipped + before[1]
+        self._last_cause, self._since = cause.kind, (first, applied, skipped)
+        if not is_new and epoch < self._silent_until:
             return
-        self._last_cause = cause.kind
-        self._wait, self._silent_until = 2, epoch + 2
-        self._since = epoch, applied, skipped
-        what = f"{_share(applied, skipped)} of epoch {epoch}"
-        verb = "was" if skipped == 1 else "were"
-        progress_bar.warn(self, "%s %s skipped: %s", what, verb, cause.text)
-
-    def _report_again(self, epoch: int, applied: int, skipped: int) -> None:
-        first, applied_before, skipped_before = self._since
-        applied, skipped = applied + applied_before, skipped + skipped_before
-        self._since = first, applied, skipped
-        if epoch < self._silent_until:
-            return
-        self._wait *= 2
-        self._silent_until = epoch + self._wait
-        what = f"{_share(applied, skipped)} of epochs {first} to {epoch}"
-        end = "" if applied else f": {_IDLE}"
-        progress_bar.warn(self, "%s were skipped, as before%s", what, end)
+        # A cause that stays is reported again after 2, 4, 8 epochs.
+        self._silent_until = epoch + (epoch - first) + 2
+        share = f"{skipped} of {applied + skipped} steps"
+        if is_new:
+            were = f"{epoch} was" if skipped == 1 else f"{epoch} were"
+            text = f"of epoch {were} skipped: {cause.text}"
+        else:
+            text = f"of epochs {first} to {epoch} were skipped, as before"
+            text += "" if applied else f": {_IDLE}"
+        progress_bar.warn(self, "%s %s", share, text)
 
     def _find_bad_data(self) -> skip_causes.BadData:
         if self._bad_data is None:
@@ -170,10 +164,6 @@ def _loss(logs: Mapping[str, Any]) -> float:
         if name.endswith("loss") and not name.startswith("val_")
     }
     return losses.get("loss", max(losses.values(), key=abs, default=math.nan))
-
-
-def _share(applied: int, skipped: int) -> str:
-    return f"{skipped} of {applied + skipped} steps"
 
 
 def fit_with(
