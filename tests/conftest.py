@@ -81,7 +81,7 @@ JAX_IS_ENOUGH = (
     "test_orders_found.py",
     "optimizers/test_eight_bit.py",
     "optimizers/test_low_memory.py",
-    "optimizers/test_master_state.py",
+    "optimizers/test_float32_weights.py",
     "optimizers/test_sharded_slots.py",
     "test_import_light.py",
 )

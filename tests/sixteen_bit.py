@@ -4,7 +4,9 @@ import keras
 import numpy as np
 from keras import ops
 
-from tfmix.optimizers import bfloat16_optimizer, master_weights
+import tfmix
+from tests import steps
+from tfmix.optimizers import bfloat16_optimizer, low_memory, master_weights
 
 # Most sizes leave SIMD registers partly filled; one fills them.
 SHAPES = [(7, 5), (5,), (33, 17), (16, 3)]
@@ -24,6 +26,12 @@ WAYS = {
     "narrow": lambda inner: bfloat16_optimizer.BFloat16Optimizer(
         inner, seed=7, slot_dtype="bfloat16"
     ),
+}
+# And 8-bit state of float32 variables.
+STATES = WAYS | {
+    "low memory": lambda inner: low_memory.LowMemoryOptimizer(
+        inner, [("", "int8")], seed=7
+    )
 }
 EXACT_WAYS = ["masters", "flat", "split"]
 
@@ -49,38 +57,40 @@ def gradients(steps, seed=1, shapes=SHAPES):
     ]
 
 
-def run(optimizer, model_variables, steps, jit=False):
+def run(optimizer, model_variables, gradients, jit=False):
     """Applies gradients in a compiled function, as `fit` does."""
-    if not optimizer.built:
-        optimizer.build(model_variables)
-    if keras.backend.backend() == "tensorflow":
-        _run_tensorflow(optimizer, model_variables, steps, jit)
-    else:
-        _run_jax(optimizer, model_variables, steps)
+    mode = steps.MODES[-1 if jit else 1]
+    step = steps.stepper(optimizer, model_variables, mode)
+    for grads in gradients:
+        step(grads)
 
 
-def _run_tensorflow(optimizer, model_variables, steps, jit):
-    import tensorflow as tf
-
-    @tf.function(jit_compile=jit)
-    def step(*grads):
-        optimizer.apply(list(grads), model_variables)
-
-    for grads in steps:
-        step(*[tf.convert_to_tensor(grad) for grad in grads])
+X = np.random.default_rng(0).normal(size=(64, 64)).astype("float32")
+Y = np.tanh(X @ np.random.default_rng(1).normal(size=(64, 64)))
 
 
-def _run_jax(optimizer, model_variables, steps):
-    import jax
+def model_of(optimizer, policy="float32", mode=None):
+    """Compiles a model whose kernels are large enough for 8-bit state."""
+    keras.utils.set_random_seed(1)
+    settings = {"run_eagerly": mode == "eager"}
+    if mode in ("graph", "xla"):
+        settings["jit_compile"] = mode == "xla"
+    with tfmix.policy_scope(policy):
+        layers = [keras.layers.Dense(128, "relu"), keras.layers.Dense(64)]
+        model = keras.Sequential([keras.Input((64,)), *layers])
+        model.compile(optimizer, "mse", **settings)
+    return model
 
-    step = jax.jit(optimizer.stateless_apply)
-    state = [v.value for v in optimizer.variables]
-    values = [v.value for v in model_variables]
-    for grads in steps:
-        values, state = step(state, grads, values)
-    everything = list(model_variables) + optimizer.variables
-    for variable, value in zip(everything, values + state, strict=True):
-        variable.assign(value)
+
+def fit(model, epochs=4):
+    """Trains `model_of`; returns the losses of the epochs."""
+    settings = {"batch_size": 32, "verbose": 0, "shuffle": False}
+    return model.fit(X, Y, epochs=epochs, **settings).history["loss"]
+
+
+def coded(optimizer):
+    """Lists the variables of an optimizer that hold 8-bit state."""
+    return [v for v in optimizer.variables if "int8" in v.dtype]
 
 
 def bits_of(values):

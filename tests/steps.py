@@ -42,7 +42,8 @@ def gradients(seed):
 
 def stepper(optimizer, model_variables, mode):
     """Returns a function that takes gradient arrays and applies them."""
-    optimizer.build(model_variables)
+    if not optimizer.built:
+        optimizer.build(model_variables)
     if keras.backend.backend() == "tensorflow":
         return _tensorflow_stepper(optimizer, model_variables, mode)
     return _jax_stepper(optimizer, model_variables, mode)

@@ -1,12 +1,12 @@
 """Float32 is split and joined exactly; fingerprints notice changes."""
 
 import hypothesis
-import keras
 import numpy as np
 import pytest
 from hypothesis import strategies
 from keras import ops
 
+from tests import steps
 from tfmix._keras import compilation
 from tfmix.optimizers import bits
 
@@ -86,13 +86,6 @@ def test_compiled_fingerprints_of_many_match_those_of_each():
     def together():
         return bits.fingerprints(tensors)
 
-    if keras.backend.backend() == "tensorflow":
-        import tensorflow as tf
-
-        compiled = tf.function(together, jit_compile=True)
-    else:
-        import jax
-
-        compiled = jax.jit(together)
+    compiled = steps.compiled(together, steps.MODES[-1])
     alone = [int(bits.fingerprints([one])[0]) for one in tensors]
     assert ops.convert_to_numpy(compiled()).tolist() == alone

@@ -10,91 +10,69 @@ import numpy as np
 import pytest
 
 import tfmix
-from tests import helpers
+from tests import helpers, steps
+from tests.sixteen_bit import X, Y, coded, fit, model_of
 from tfmix.optimizers import low_memory, noise
 
-ON_JAX = keras.backend.backend() == "jax"
-MODES = ["eager", "jit"] if ON_JAX else ["eager", "graph", "xla"]
-RNG = np.random.default_rng(0)
-X = RNG.normal(size=(64, 64)).astype("float32")
-Y = np.tanh(X @ RNG.normal(size=(64, 64))).astype("float32")
+MASTERS = tfmix.optimizers.MasterWeightOptimizer
+# Ways to keep the bits that bfloat16 variables lack.
+PURE = {
+    "masters": MASTERS,
+    "flat": functools.partial(MASTERS, flat=True),
+    "split": functools.partial(MASTERS, split=True),
+    "stochastic": tfmix.optimizers.BFloat16Optimizer,
+}
+
+
+def adam(**settings):
+    return lambda: keras.optimizers.Adam(1e-3, **settings)
+
+
 MAKERS = {
-    "adam": lambda: keras.optimizers.Adam(1e-3, amsgrad=True),
+    "adam": adam(amsgrad=True),
     "adamw": lambda: keras.optimizers.AdamW(1e-3, weight_decay=0.01),
     "lion": lambda: keras.optimizers.Lion(1e-4),
     "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
     "rmsprop": lambda: keras.optimizers.RMSprop(1e-3, momentum=0.5),
     "adagrad": lambda: keras.optimizers.Adagrad(0.01),
+    "averages": adam(use_ema=True, ema_momentum=0.9),
+    "accumulation": adam(gradient_accumulation_steps=2),
+    "clipping": adam(global_clipnorm=1.0),
 }
-
-
-def model_of(optimizer, mode="graph", policy="float32"):
-    keras.utils.set_random_seed(1)
-    with tfmix.policy_scope(policy):
-        layers = [keras.layers.Dense(128, "relu"), keras.layers.Dense(64)]
-        model = keras.Sequential([keras.Input((64,)), *layers])
-        settings = {"run_eagerly": mode == "eager"}
-        if not ON_JAX:
-            settings["jit_compile"] = mode == "xla"
-        model.compile(optimizer, "mse", **settings)
-    return model
-
-
-def fit(model, epochs=4):
-    history = model.fit(
-        X, Y, epochs=epochs, batch_size=32, verbose=0, shuffle=False
-    )
-    return history.history["loss"]
 
 
 def low(name="adam", **settings):
     return low_memory.LowMemoryOptimizer(MAKERS[name](), seed=3, **settings)
 
 
-def coded(optimizer):
-    return [v for v in optimizer.variables if "int8" in v.dtype]
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("mode", helpers.quick_are(MODES[-1:], MODES))
-@pytest.mark.parametrize("name", MAKERS)
-def test_training_matches_float32_state(name, mode):
-    if mode == "eager" and name not in ("adam", "momentum"):
-        pytest.skip("the mode matters for compilation, not for the state")
-    model = model_of(low(name), mode)
-    losses, expected = fit(model), fit(model_of(MAKERS[name](), mode))
-    assert losses[-1] < losses[0]
-    np.testing.assert_allclose(losses, expected, rtol=0.05)
-    assert coded(model.optimizer)
-
-
-PURE = {
-    "masters": tfmix.optimizers.MasterWeightOptimizer,
-    "flat": functools.partial(
-        tfmix.optimizers.MasterWeightOptimizer, flat=True
-    ),
-    "split": functools.partial(
-        tfmix.optimizers.MasterWeightOptimizer, split=True
-    ),
-    "stochastic": tfmix.optimizers.BFloat16Optimizer,
+# Several ways take half a minute.
+QUICK = {
+    (name, steps.MODES[-1])
+    for name in ("adam", "averages", "masters", "stochastic")
 }
 
 
-# A quick run has one of each kind. The others take half a minute.
-QUICK = ("masters", "stochastic")
-WAYS = helpers.quick_are(QUICK, PURE)
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("mode", helpers.quick_are(MODES[1:2], MODES[1:]))
-@pytest.mark.parametrize("way", WAYS)
-def test_pure_bfloat16_trains_with_8_bit_state(way, mode):
-    inner = MAKERS["adam"]()
-    optimizer = PURE[way](inner, slot_dtype="int8", seed=3)
-    losses = fit(model_of(optimizer, mode, "bfloat16"))
-    assert coded(optimizer)
-    expected = fit(model_of(PURE[way](MAKERS["adam"]()), mode, "bfloat16"))
-    np.testing.assert_allclose(losses, expected, rtol=0.1)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    helpers.quick_are(QUICK, itertools.product([*MAKERS, *PURE], steps.MODES)),
+)
+def test_training_matches_float32_state(name, mode):
+    if mode == "eager" and name not in ("adam", "momentum"):
+        pytest.skip("the mode matters for compilation, not for the state")
+    if name in PURE:
+        policy, plain = "bfloat16", PURE[name](MAKERS["adam"]())
+        optimizer = PURE[name](MAKERS["adam"](), slot_dtype="int8", seed=3)
+    else:
+        policy, plain, optimizer = "float32", MAKERS[name](), low(name)
+    losses = fit(model_of(optimizer, policy, mode))
+    expected = fit(model_of(plain, policy, mode))
+    assert losses[-1] < losses[0]
+    within = 0.1 if name in PURE else 0.05
+    np.testing.assert_allclose(losses, expected, rtol=within)
+    paths = [variable.path for variable in coded(optimizer)]
+    assert paths
+    if name in ("averages", "accumulation"):
+        assert not any("average" in p or "accumulator" in p for p in paths)
 
 
 @pytest.mark.costly
@@ -120,12 +98,12 @@ def test_both_moments_of_adam_take_two_bytes_per_weight(make, dtype, total):
 @pytest.mark.parametrize(
     ("policy", "mode"),
     helpers.quick_are(
-        {("mixed_float16", MODES[-1]), ("mixed_bfloat16", "eager")},
-        itertools.product(["mixed_float16", "mixed_bfloat16"], MODES),
+        {("mixed_float16", steps.MODES[-1]), ("mixed_bfloat16", "eager")},
+        itertools.product(["mixed_float16", "mixed_bfloat16"], steps.MODES),
     ),
 )
 def test_a_skipped_step_changes_no_byte(mode, policy):
-    model = model_of(low(), mode, policy)
+    model = model_of(low(), policy, mode)
     fit(model, 1)
     kept = [
         *model.trainable_variables,
@@ -138,68 +116,6 @@ def test_a_skipped_step_changes_no_byte(mode, policy):
     assert model.optimizer.skipped_steps == 1
     model.train_on_batch(X, Y)
     assert np.any(before[0] != helpers.snapshot(kept)[0])
-
-
-def test_a_run_continues_from_a_file_bit_for_bit(tmp_path):
-    model = model_of(low())
-    fit(model, 1)
-    model.save(path := tmp_path / "model.keras")
-    loaded = keras.saving.load_model(path)
-    assert fit(loaded, 2) == fit(model, 2)
-    pairs = zip(loaded.variables, model.variables, strict=True)
-    for one, other in pairs:
-        helpers.assert_same_bits(one, other)
-    for one, other in zip(
-        loaded.optimizer.variables, model.optimizer.variables, strict=True
-    ):
-        helpers.assert_same_bits(one, other)
-
-
-@pytest.mark.slow
-@helpers.requires_backend("tensorflow")
-def test_a_run_continues_from_a_checkpoint_bit_for_bit(tmp_path):
-    import tensorflow as tf
-
-    model, other = model_of(low()), model_of(low())
-    fit(model, 1)
-    other.optimizer.build(other.trainable_variables)
-    path = tf.train.Checkpoint(model=model).save(tmp_path / "here")
-    tf.train.Checkpoint(model=other).restore(path).assert_consumed()
-    assert fit(other, 1) == fit(model, 1)
-
-
-@pytest.mark.slow
-@helpers.requires_backend("tensorflow")
-def test_replicas_stay_equal_and_train_as_one_device():
-    strategy = helpers.mirrored_strategy()
-    with strategy.scope():
-        model = model_of(low())
-    losses = fit(model)
-    np.testing.assert_allclose(losses, fit(model_of(low())), rtol=0.05)
-    for variable in (*model.variables, *model.optimizer.variables):
-        values = strategy.experimental_local_results(variable.value)
-        assert len({value.numpy().tobytes() for value in values}) == 1
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"use_ema": True, "ema_momentum": 0.9},
-        {"gradient_accumulation_steps": 2},
-        {"global_clipnorm": 1.0},
-    ],
-    ids=str,
-)
-def test_settings_of_the_inner_optimizer_act(settings):
-    def made():
-        return keras.optimizers.Adam(1e-3, **settings)
-
-    model = model_of(low_memory.LowMemoryOptimizer(made(), seed=3))
-    np.testing.assert_allclose(fit(model), fit(model_of(made())), rtol=0.05)
-    names = [v.path for v in coded(model.optimizer)]
-    assert len(names) == 4
-    assert not any("average" in n or "accumulator" in n for n in names)
 
 
 def test_each_step_rounds_with_new_numbers():
@@ -270,18 +186,6 @@ def test_small_variables_and_embeddings_keep_float32_state():
     everything = low(slot_dtype=[("bias", "float32"), ("", "int8")])
     everything.build([embedding.embeddings, *dense.trainable_variables])
     assert {v.shape for v in coded(everything)} == {(1000, 8), (100, 100)}
-
-
-def test_the_config_creates_an_equal_optimizer():
-    optimizer = low("lion", slot_dtype=[("head", "float32"), (".", "int8")])
-    again = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
-    assert again.get_config() == optimizer.get_config()
-    assert again.slot_dtype == optimizer.slot_dtype
-
-
-def test_a_seed_of_numpy_is_stored_as_an_integer():
-    optimizer = low_memory.LowMemoryOptimizer("adam", seed=np.int64(7))
-    assert type(optimizer.get_config()["seed"]) is int
 
 
 @pytest.mark.parametrize(
@@ -476,8 +380,8 @@ def test_a_conversion_keeps_8_bit_state():
         helpers.assert_same_bits(variable, old)
 
 
-@pytest.mark.slow
-def test_a_conversion_to_pure_sixteen_bit_changes_nothing():
+@pytest.mark.costly
+def test_pure_sixteen_bit_is_refused_and_changes_nothing():
     model = model_of(low())
     fit(model, 1)
     kept = [*model.variables, *model.optimizer.variables]
@@ -486,9 +390,6 @@ def test_a_conversion_to_pure_sixteen_bit_changes_nothing():
         tfmix.apply_policy(model, "bfloat16")
     helpers.assert_unchanged(kept, before)
     fit(model, 1)
-
-
-def test_pure_sixteen_bit_is_refused():
     variable = keras.Variable(np.zeros((64, 64)), dtype="bfloat16")
     with pytest.raises(ValueError, match="MasterWeightOptimizer.*slot_dtype"):
         low().build([variable])

@@ -8,9 +8,10 @@ import pytest
 from keras import ops
 
 from tests import helpers, sixteen_bit
-from tfmix.optimizers import flat, master_weights
+from tfmix.optimizers import bfloat16_optimizer, flat, master_weights
 
 JAX = keras.backend.backend() == "jax"
+Masters = master_weights.MasterWeightOptimizer
 
 
 @pytest.mark.costly
@@ -55,16 +56,12 @@ def test_variables_with_partly_filled_registers_are_not_joined():
         assert len(masters) == vectors, masters
 
 
-# XLA contracts a multiplication and an addition, and orders the terms of a
-# norm or a mean, depending on the rest of the program. The reciprocal roots of
-# Adagrad and RMSprop, and the powers of Ftrl, depend on where its vector loops
-# end.
 @pytest.mark.costly
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("flat", [False, True])
 def test_variables_are_the_rounded_masters(dtype, flat):
     stored = sixteen_bit.variables(dtype)
-    optimizer = master_weights.MasterWeightOptimizer("adam", flat=flat)
+    optimizer = Masters("adam", flat=flat)
     sixteen_bit.run(optimizer, stored, sixteen_bit.gradients(3))
     rounded = [ops.cast(optimizer.read_float32(v), dtype) for v in stored]
     assert sixteen_bit.bits_of(rounded) == sixteen_bit.bits_of(stored)
@@ -114,7 +111,7 @@ def assert_within_half_a_step(optimizer, variables):
 def test_variables_that_are_not_16_bit_have_no_masters():
     narrow = keras.Variable(np.ones(2), dtype="bfloat16", name="narrow")
     wide = keras.Variable(np.ones(3), dtype="float32", name="wide")
-    optimizer = master_weights.MasterWeightOptimizer(keras.optimizers.SGD(0.5))
+    optimizer = Masters(keras.optimizers.SGD(0.5))
     optimizer.build([narrow, wide])
     optimizer.apply([np.ones(2, "float32"), np.ones(3, "float32")])
     masters = [v.name for v in optimizer.variables if v.name == "narrow"]
@@ -126,7 +123,7 @@ def test_variables_that_are_not_16_bit_have_no_masters():
 def test_float16_adam_keeps_epsilon_beta_and_state(flat):
     weight = keras.Variable(np.full(3, 0.25), dtype="float16", name="w")
     adam = keras.optimizers.Adam(0.001, beta_2=0.9999, epsilon=1e-8)
-    optimizer = master_weights.MasterWeightOptimizer(adam, flat=flat)
+    optimizer = Masters(adam, flat=flat)
     optimizer.build([weight])
     adam.iterations.assign(70_000)
     optimizer.apply([np.array([300.0, 1e-6, 0.0], "float16")], [weight])
@@ -137,24 +134,6 @@ def test_float16_adam_keeps_epsilon_beta_and_state(flat):
     assert np.isfinite(value).all()
     assert abs(value - 0.25).max() < 0.02
     assert value[2] == 0.25
-
-
-@pytest.mark.parametrize("way", sixteen_bit.WAYS)
-@pytest.mark.parametrize("by_name", [False, True])
-def test_excluded_variables_have_no_weight_decay(way, by_name):
-    kernel = keras.Variable(np.ones(64), dtype="bfloat16", name="kernel")
-    bias = keras.Variable(np.ones(64), dtype="bfloat16", name="bias")
-    optimizer = sixteen_bit.WAYS[way](
-        keras.optimizers.SGD(0.5, weight_decay=0.5)
-    )
-    if by_name:
-        optimizer.exclude_from_weight_decay(var_names=["bias"])
-    else:
-        optimizer.exclude_from_weight_decay(var_list=[bias])
-    optimizer.build([kernel, bias])
-    optimizer.apply([np.zeros(64, "float32")] * 2)
-    assert float(kernel[0]) == 0.75
-    assert float(bias[0]) == 1.0
 
 
 @pytest.mark.costly
@@ -209,7 +188,129 @@ def test_a_map_of_optimizers_finds_the_paths_of_the_model():
     sgd = keras.optimizers.SGD
     choice = keras.optimizers.OptimizerMap(sgd(0.25), {"fast": sgd(0.5)})
     inner = keras.optimizers.MultiOptimizer(choice)
-    optimizer = master_weights.MasterWeightOptimizer(inner)
+    optimizer = Masters(inner)
     optimizer.build([fast, slow])
     optimizer.apply([np.ones(2, "float32")] * 2)
     assert (float(fast[0]), float(slow[0])) == (0.5, 0.75)
+
+
+def refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def keras_scaled():
+    return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+
+
+def narrow():
+    return bfloat16_optimizer.BFloat16Optimizer("sgd")
+
+
+@pytest.mark.parametrize(
+    ("inner", "error", "message"),
+    [
+        (
+            keras_scaled,
+            ValueError,
+            r"LossScaleOptimizer\(MasterWeightOptimizer",
+        ),
+        (
+            lambda: Masters("sgd"),
+            ValueError,
+            "cannot wrap MasterWeightOptimizer",
+        ),
+        (narrow, ValueError, "cannot wrap BFloat16Optimizer"),
+        (lambda: 3, TypeError, "inner_optimizer=3 of type int"),
+        (lambda: "no_such", ValueError, "no_such"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_wrapped_is_refused(inner, error, message):
+    optimizer = inner()
+    refused(lambda: Masters(optimizer), error, message)
+
+
+def built_in_a_map():
+    used = keras.optimizers.SGD()
+    used.build([keras.Variable([1.0])])
+    if not hasattr(keras.optimizers, "MultiOptimizer"):
+        return used
+    choice = keras.optimizers.OptimizerMap(used)
+    return keras.optimizers.MultiOptimizer(choice)
+
+
+def test_a_built_optimizer_is_refused():
+    stored = sixteen_bit.variables("bfloat16")
+    inner = keras.optimizers.SGD()
+    late = Masters(inner, split=True)
+    inner.build(stored)
+    message = "(?i)'sgd', which is built already"
+    refused(lambda: late.build(stored), ValueError, "is built already")
+    refused(lambda: Masters(inner), ValueError, message)
+    refused(lambda: Masters(built_in_a_map()), ValueError, "is built already")
+
+
+def test_contradicting_arguments_are_refused():
+    refused(lambda: Masters("sgd", flat=1), TypeError, "flat=1")
+    both = {"flat": True, "split": True}
+    refused(lambda: Masters("sgd", **both), ValueError, "flat=True, split=True")
+
+
+class Mine(keras.optimizers.SGD):
+    def update_step(self, gradient, variable, learning_rate):
+        self.assign_sub(variable, gradient)
+
+
+class Declared(Mine):
+    elementwise = True
+
+
+def constrained():
+    stored = sixteen_bit.variables("bfloat16")
+    stored[1].constraint = keras.constraints.NonNeg()
+    return stored
+
+
+@pytest.mark.parametrize(
+    ("inner", "reason"),
+    [
+        (keras.optimizers.Lamb, "that variable's norm"),
+        (keras.optimizers.Muon, "orthogonalises each weight matrix"),
+        (keras.optimizers.Adafactor, "row and column statistics"),
+        (lambda: keras.optimizers.SGD(clipnorm=1.0), "clipnorm=1.0"),
+        (Mine, "of type Mine"),
+    ],
+)
+def test_flat_names_why_an_optimizer_does_not_fit(inner, reason):
+    stored = sixteen_bit.variables("bfloat16")
+    optimizer = Masters(inner(), flat=True)
+    refused(lambda: optimizer.build(stored), ValueError, reason)
+    sgd = Masters(keras.optimizers.SGD(), flat=True)
+    refused(lambda: sgd.build(constrained()), ValueError, "'v1' with constr")
+    declared = Masters(Declared(), flat=True)
+    declared.build(stored)
+    declared.clipnorm = 1.0
+    grads = sixteen_bit.gradients(1)[0]
+    refused(lambda: declared.apply(grads), ValueError, "clipnorm=1.0")
+
+
+def test_flat_needs_every_gradient_and_names_missing_ones():
+    stored = sixteen_bit.variables("bfloat16")
+    optimizer = Masters("sgd", flat=True)
+    optimizer.build(stored)
+    grads = [None, *sixteen_bit.gradients(1)[0][1:]]
+    refused(lambda: optimizer.apply(grads, stored), ValueError, r"\['v0'\]")
+
+
+def test_unknown_variables_and_wrong_counts_are_refused():
+    stored = sixteen_bit.variables("bfloat16")
+    optimizer = Masters("sgd")
+    optimizer.build(stored)
+    stranger = keras.Variable([1.0], dtype="bfloat16")
+    one = [np.ones(1, "float32")]
+    refused(lambda: optimizer.apply(one, [stranger]), ValueError, "nknown")
+    counts = f"1 gradients for {len(stored)}"
+    refused(lambda: optimizer.apply(one), ValueError, counts)
+    fresh = Masters("sgd")
+    refused(lambda: fresh.apply(one), ValueError, "trainable_variables=None")
+    refused(lambda: optimizer.read_float32(stranger), ValueError, "nknown")

@@ -1,6 +1,5 @@
 """8-bit state of sharded variables trains alike, and is not fetched (JAX)."""
 
-import functools
 import math
 
 import keras
@@ -8,30 +7,21 @@ import numpy as np
 import pytest
 
 import tfmix
-from tests import helpers
+from tests import helpers, sixteen_bit
 from tfmix.hardware import compiled_text
 from tfmix.optimizers import eight_bit
 
 if keras.backend.backend() != "jax":
     pytest.skip("keras.distribution is JAX's here", allow_module_level=True)
 
-RNG = np.random.default_rng(0)
-X = RNG.normal(size=(64, 64)).astype("float32")
-Y = np.tanh(X @ RNG.normal(size=(64, 64))).astype("float32")
 MASTERS = tfmix.optimizers.MasterWeightOptimizer
+LOW = tfmix.optimizers.LowMemoryOptimizer
+STOCHASTIC = tfmix.optimizers.BFloat16Optimizer
 WAYS = {
-    "low memory": (tfmix.optimizers.LowMemoryOptimizer, "float32"),
-    "masters": (functools.partial(MASTERS, slot_dtype="int8"), "bfloat16"),
-    "split": (
-        functools.partial(MASTERS, slot_dtype="int8", split=True),
-        "bfloat16",
-    ),
-    "stochastic": (
-        functools.partial(
-            tfmix.optimizers.BFloat16Optimizer, slot_dtype="int8"
-        ),
-        "bfloat16",
-    ),
+    "low memory": (LOW, "float32", {}),
+    "masters": (MASTERS, "bfloat16", {"slot_dtype": "int8"}),
+    "split": (MASTERS, "bfloat16", {"slot_dtype": "int8", "split": True}),
+    "stochastic": (STOCHASTIC, "bfloat16", {"slot_dtype": "int8"}),
 }
 
 
@@ -54,44 +44,35 @@ def sharded():
 
 
 def model_of(way, policy=None):
-    wrap, own = WAYS[way]
-    keras.utils.set_random_seed(1)
-    with tfmix.policy_scope(policy or own):
-        layers = [keras.layers.Dense(128, "relu"), keras.layers.Dense(64)]
-        model = keras.Sequential([keras.Input((64,)), *layers])
-        model.compile(wrap(keras.optimizers.Adam(1e-3), seed=3), "mse")
-    return model
-
-
-def fit(model, epochs=4):
-    history = model.fit(
-        X, Y, epochs=epochs, batch_size=32, verbose=0, shuffle=False
-    )
-    return history.history["loss"]
+    wrap, own, settings = WAYS[way]
+    optimizer = wrap(keras.optimizers.Adam(1e-3), seed=3, **settings)
+    return sixteen_bit.model_of(optimizer, policy or own)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", helpers.quick_are({"masters"}, WAYS))
 def test_a_sharded_model_trains_as_on_one_device(sharded, way):
     model = model_of(way)
-    losses = fit(model)
+    losses = sixteen_bit.fit(model)
     kernel = model.layers[0].kernel.value.sharding
-    slots = [v for v in model.optimizer.variables if "int8" in v.dtype]
+    slots = sixteen_bit.coded(model.optimizer)
     assert len(slots) == 4
     assert all(slot.value.sharding == kernel for slot in slots)
     keras.distribution.set_distribution(None)
-    np.testing.assert_allclose(losses, fit(model_of(way)), rtol=5e-3)
+    np.testing.assert_allclose(
+        losses, sixteen_bit.fit(model_of(way)), rtol=5e-3
+    )
 
 
 def test_a_skipped_step_changes_no_byte_on_any_device(sharded):
     model = model_of("low memory", "mixed_float16")
-    fit(model, 1)
+    sixteen_bit.fit(model, 1)
     inner = model.optimizer.inner_optimizer
     kept = [*model.trainable_variables, *inner.variables]
     before = helpers.snapshot(kept)
-    bad = np.where(np.arange(64)[:, None] == 5, np.inf, X)
+    bad = np.where(np.arange(64)[:, None] == 5, np.inf, sixteen_bit.X)
     # Keras 3.12 has no `train_on_batch` for several devices.
-    model.fit(bad, Y, batch_size=64, verbose=0)
+    model.fit(bad, sixteen_bit.Y, batch_size=64, verbose=0)
     helpers.assert_unchanged(kept, before)
     assert model.optimizer.skipped_steps == 1
 

@@ -1,5 +1,6 @@
-"""Behaviour that all optimizers of 16-bit variables share."""
+"""Behaviour that all optimizers of 16-bit variables, or 8-bit state, share."""
 
+import json
 import warnings
 
 import keras
@@ -8,19 +9,27 @@ import pytest
 from keras import ops
 
 import tfmix
-from tests import helpers, sixteen_bit
+from tests import helpers, sixteen_bit, steps
+from tests.sixteen_bit import bits_of
 from tfmix._keras import version
-from tfmix.optimizers import bfloat16_optimizer, float32_weights, master_weights
+from tfmix.optimizers import bfloat16_optimizer, low_memory, master_weights
 
 TENSORFLOW = helpers.requires_backend("tensorflow")
+WAYS = sixteen_bit.WAYS
+EACH_WAY = pytest.mark.parametrize("way", WAYS)
+Masters = master_weights.MasterWeightOptimizer
 
 
-def built(way, inner, names="wb"):
-    """Returns an optimizer of one way, built on variables of ones."""
-    stored = [
-        keras.Variable(np.ones(64), dtype="bfloat16", name=n) for n in names
+def ones(names="wb", size=64):
+    return [
+        keras.Variable(np.ones(size), dtype="bfloat16", name=name)
+        for name in names
     ]
-    optimizer = sixteen_bit.WAYS[way](inner)
+
+
+def built(way, inner):
+    """Returns two variables of ones, and an optimizer built on them."""
+    stored, optimizer = ones(), WAYS[way](inner)
     optimizer.build(stored)
     return stored, optimizer
 
@@ -29,162 +38,97 @@ def array(value):
     return ops.convert_to_numpy(ops.cast(value, "float32"))
 
 
+UP = np.ones(64, "float32")
+
+
 @pytest.mark.parametrize("by_name", [False, True])
-@pytest.mark.parametrize("way", sixteen_bit.WAYS)
-def test_variables_can_be_excluded_from_decay_after_the_build(way, by_name):
-    sgd = keras.optimizers.SGD(0.5, weight_decay=0.5)
-    (kernel, bias), optimizer = built(way, sgd, ("kernel", "bias"))
-    exclude = optimizer.exclude_from_weight_decay
-    arguments = {"var_names": ["bias"]} if by_name else {"var_list": [bias]}
-    if way == "flat":
-        with pytest.raises(ValueError, match=r"\['kernel'\].*\['bias'\]"):
-            exclude(**arguments)
-        return
-    if version.numbers(keras.__version__) >= (3, 16):
-        # Keras itself cannot exclude variables after the build.
-        with pytest.raises(ValueError, match="before the optimizer is built"):
-            exclude(**arguments)
-        return
-    exclude(**arguments)
-    optimizer.apply([np.zeros(64, "float32")] * 2)
+@pytest.mark.parametrize("is_built", [False, True])
+@EACH_WAY
+def test_variables_can_be_excluded_from_decay(way, is_built, by_name):
+    kernel, bias = stored = ones(["kernel", "bias"])
+    optimizer = WAYS[way](keras.optimizers.SGD(0.5, weight_decay=0.5))
+    how = {"var_names": ["bias"]} if by_name else {"var_list": [bias]}
+    if is_built:
+        optimizer.build(stored)
+        # Keras 3.16 itself cannot exclude variables after the build.
+        cannot = version.numbers(keras.__version__) >= (3, 16)
+        message = "before the optimizer is built" if cannot else ""
+        message = r"\['kernel'\].*\['bias'\]" if way == "flat" else message
+        if message:
+            with pytest.raises(ValueError, match=message):
+                optimizer.exclude_from_weight_decay(**how)
+            return
+    optimizer.exclude_from_weight_decay(**how)
+    if not is_built:
+        optimizer.build(stored)
+    optimizer.apply([0 * UP, 0 * UP])
     assert (float(kernel[0]), float(bias[0])) == (0.75, 1.0)
 
 
-def test_setting_one_value_keeps_assignments_to_others():
-    sgd = keras.optimizers.SGD(2.0**-12)
-    (first, second), optimizer = built("split", sgd)
-    optimizer.apply([np.ones(64, "float32")] * 2)
-    second.assign(np.full(64, 3.0))
-    optimizer.assign_float32(first, np.full(64, 2.0, "float32"))
-    np.testing.assert_array_equal(array(optimizer.read_float32(second)), 3.0)
-
-
 @pytest.mark.costly
-def test_an_assignment_of_one_constant_for_another_is_noticed():
-    weight = keras.Variable(np.ones(4096), dtype="bfloat16", name="w")
-    split = sixteen_bit.WAYS["split"]
-    optimizer = split(keras.optimizers.SGD(2.0**-12))
-    optimizer.build([weight])
-    optimizer.apply([np.ones(4096, "float32")])
-    weight.assign(np.full(4096, 4.0))
-    np.testing.assert_array_equal(array(optimizer.read_float32(weight)), 4.0)
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("way", sixteen_bit.WAYS)
-def test_set_weights_changes_nothing_if_one_array_does_not_fit(way):
-    stored, optimizer = built(way, keras.optimizers.Adam())
-    optimizer.apply([np.ones(64, "float32")] * 2)
-    before = sixteen_bit.bits_of(optimizer.variables)
-    weights = [ops.convert_to_numpy(v) * 0 for v in optimizer.variables]
+@EACH_WAY
+def test_all_state_is_set_or_none(way):
+    _, optimizer = built(way, keras.optimizers.Adam())
+    _, other = built(way, keras.optimizers.Adam())
+    optimizer.apply([UP, UP])
+    weights, store = helpers.snapshot(optimizer.variables), {}
+    other.set_weights(weights)
+    before = bits_of(other.variables)
+    assert before == bits_of(optimizer.variables)
+    zeros = [weight * 0 for weight in weights[:-1]]
     for wrong in (np.zeros(7), np.full(weights[-1].shape, "no")):
         with pytest.raises((ValueError, TypeError)):
-            optimizer.set_weights([*weights[:-1], wrong])
-        assert sixteen_bit.bits_of(optimizer.variables) == before
-
-
-def test_loading_changes_nothing_if_one_array_does_not_fit():
-    stored, optimizer = built("masters", keras.optimizers.Adam())
-    store = {}
-    optimizer.save_own_variables(store)
-    optimizer.apply([np.ones(64, "float32")] * 2)
-    before = sixteen_bit.bits_of(optimizer.variables)
+            other.set_weights([*zeros, wrong])
+    with pytest.raises(ValueError, match="3 arrays"):
+        other.set_weights(zeros[:3])
+    built(way, keras.optimizers.Adam())[1].save_own_variables(store)
     store[str(len(store) - 1)] = np.zeros(7)
     with pytest.raises(ValueError, match=r"shape \(7,\)"):
-        optimizer.load_own_variables(store)
-    assert sixteen_bit.bits_of(optimizer.variables) == before
-
-
-def test_float32_weights_that_do_not_fit_change_nothing():
-    model = keras.Sequential(
-        [
-            keras.Input((2,)),
-            keras.layers.Dense(3, dtype="float32"),
-            keras.layers.Dense(1, dtype="bfloat16"),
-        ]
-    )
-    model.compile(master_weights.MasterWeightOptimizer("sgd"), loss="mse")
-    before = sixteen_bit.bits_of(model.weights)
-    weights = [ops.convert_to_numpy(array(v)) + 1 for v in model.weights]
-    with pytest.raises(ValueError, match="shape"):
-        float32_weights.load_float32(model, [*weights[:-1], np.zeros(7)])
-    assert sixteen_bit.bits_of(model.weights) == before
+        other.load_own_variables(store)
+    assert bits_of(other.variables) == before
 
 
 @pytest.mark.parametrize(
-    ("make", "setting"),
+    "optimizer",
     [
-        (
-            lambda inner: bfloat16_optimizer.BFloat16Optimizer(inner, seed=5),
-            "seed",
+        Masters(keras.optimizers.Adam(0.25, beta_1=0.5), flat=True, name="my"),
+        Masters("sgd", split=True, name="my"),
+        bfloat16_optimizer.BFloat16Optimizer("sgd", seed=11, name="my"),
+        low_memory.LowMemoryOptimizer(
+            "lion", [("head", "float32"), (".", "int8")]
         ),
-        (
-            lambda inner: master_weights.MasterWeightOptimizer(
-                inner, flat=True
-            ),
-            "flat",
-        ),
+        low_memory.LowMemoryOptimizer("adam", seed=np.int64(7), name="my"),
     ],
 )
-def test_an_inner_setting_of_the_same_name_does_not_change(make, setting):
+def test_the_config_holds_every_setting(optimizer):
+    config = keras.saving.serialize_keras_object(optimizer)
+    again = keras.saving.deserialize_keras_object(
+        json.loads(json.dumps(config))
+    )
+    assert type(again) is type(optimizer)
+    assert again.get_config() == optimizer.get_config()
+
+
+@pytest.mark.parametrize(
+    ("make", "setting", "value"),
+    [
+        (bfloat16_optimizer.BFloat16Optimizer, "seed", 5),
+        (Masters, "flat", True),
+    ],
+)
+def test_an_inner_setting_of_the_same_name_does_not_change(
+    make, setting, value
+):
     inner = keras.optimizers.SGD()
     setattr(inner, setting, "theirs")
-    optimizer = make(inner)
+    optimizer = make(inner, **{setting: value})
     assert getattr(inner, setting) == "theirs"
-    assert optimizer.get_config()[setting] in (5, True)
-
-
-@TENSORFLOW
-@pytest.mark.parametrize("way", sixteen_bit.WAYS)
-def test_repeated_rows_of_a_sparse_gradient_are_summed_in_float32(way):
-    import tensorflow as tf
-
-    table = keras.Variable(np.ones((4, 1)), dtype="bfloat16", name="t")
-    optimizer = sixteen_bit.WAYS[way](keras.optimizers.SGD(2.0**-10))
-    optimizer.build([table])
-    rows = tf.ones((1024, 1), "bfloat16")
-    optimizer.apply([tf.IndexedSlices(rows, tf.ones(1024, "int32"), (4, 1))])
-    # A sum in bfloat16 would stop at 256.
-    np.testing.assert_array_equal(array(table)[:, 0], [1.0, 0.0, 1.0, 1.0])
-
-
-@pytest.mark.parametrize("way", sixteen_bit.WAYS)
-def test_a_step_on_some_variables_does_not_change_others(way):
-    stored, optimizer = built(way, keras.optimizers.SGD(0.5, momentum=0.5))
-    if way == "flat":
-        with pytest.raises(ValueError, match=r"none for \['w'\]"):
-            optimizer.apply([np.ones(64, "float32")], [stored[1]])
-        return
-    optimizer.apply([np.ones(64, "float32")], [stored[1]])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        optimizer.apply([None, np.ones(64, "float32")], stored)
-    np.testing.assert_array_equal(array(stored[0]), 1.0)
-    np.testing.assert_array_equal(array(stored[1]), -0.25)
-
-
-@TENSORFLOW
-@pytest.mark.parametrize("way", sixteen_bit.WAYS)
-def test_a_checkpoint_can_be_restored_before_the_build(way, tmp_path):
-    import tensorflow as tf
-
-    stored, optimizer = built(way, keras.optimizers.Adam(0.01))
-    grads = [np.full(64, 0.3, "float32"), np.full(64, -0.7, "float32")]
-    optimizer.apply(grads)
-    tf.train.Checkpoint(o=optimizer).write(str(tmp_path / "c"))
-    fresh = sixteen_bit.WAYS[way](keras.optimizers.Adam(0.01))
-    tf.train.Checkpoint(o=fresh).read(str(tmp_path / "c"))
-    fresh.build(stored)
-    assert sixteen_bit.bits_of(fresh.variables) == sixteen_bit.bits_of(
-        optimizer.variables
-    )
+    assert optimizer.get_config()[setting] == value
 
 
 def test_settings_read_and_set_through_two_wrappers():
     adam = keras.optimizers.Adam(0.5, beta_1=0.75)
-    optimizer = tfmix.LossScaleOptimizer(
-        master_weights.MasterWeightOptimizer(adam)
-    )
+    optimizer = tfmix.LossScaleOptimizer(Masters(adam))
     assert optimizer.beta_1 == 0.75
     optimizer.beta_1, optimizer.weight_decay = 0.5, 0.25
     assert (adam.beta_1, adam.weight_decay) == (0.5, 0.25)
@@ -195,8 +139,109 @@ def test_settings_read_and_set_through_two_wrappers():
         _ = optimizer.no_such_thing
 
 
+def test_setting_one_value_keeps_assignments_to_others():
+    (first, second), optimizer = built("split", keras.optimizers.SGD(2.0**-12))
+    optimizer.apply([UP, UP])
+    second.assign(3 * UP)
+    optimizer.assign_float32(first, 2 * UP)
+    np.testing.assert_array_equal(array(optimizer.read_float32(second)), 3.0)
+
+
+@TENSORFLOW
+@EACH_WAY
+def test_repeated_rows_of_a_sparse_gradient_are_summed_in_float32(way):
+    import tensorflow as tf
+
+    table = keras.Variable(np.ones((4, 1)), dtype="bfloat16", name="t")
+    optimizer = WAYS[way](keras.optimizers.SGD(2.0**-10))
+    optimizer.build([table])
+    rows = tf.ones((1024, 1), "bfloat16")
+    optimizer.apply([tf.IndexedSlices(rows, tf.ones(1024, "int32"), (4, 1))])
+    # A sum in bfloat16 would stop at 256.
+    np.testing.assert_array_equal(array(table)[:, 0], [1.0, 0.0, 1.0, 1.0])
+
+
+@EACH_WAY
+def test_a_step_on_some_variables_does_not_change_others(way):
+    stored, optimizer = built(way, keras.optimizers.SGD(0.5, momentum=0.5))
+    if way == "flat":
+        with pytest.raises(ValueError, match=r"none for \['w'\]"):
+            optimizer.apply([UP], [stored[1]])
+        return
+    optimizer.apply([UP], [stored[1]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer.apply([None, UP], stored)
+    np.testing.assert_array_equal(array(stored[0]), 1.0)
+    np.testing.assert_array_equal(array(stored[1]), -0.25)
+
+
+@pytest.mark.parametrize("way", ["stochastic", "split"])
+def test_slots_are_float32_and_float16_variables_are_refused(way):
+    inner = keras.optimizers.Adam()
+    WAYS[way](inner).build(sixteen_bit.variables("bfloat16"))
+    assert {str(v.dtype) for v in inner.variables if v.ndim} == {"float32"}
+    stored = sixteen_bit.variables("float16")
+    with pytest.raises(ValueError, match="'v0' of dtype 'float16'"):
+        WAYS[way](keras.optimizers.SGD()).build(stored)
+
+
+EIGHT_BIT = ("float32", "mixed_float16", "mixed_bfloat16")
+SAVED = [(way, "bfloat16") for way in WAYS]
+SAVED += [("low memory", policy) for policy in EIGHT_BIT]
+
+
+@pytest.mark.parametrize(
+    ("way", "policy"),
+    helpers.quick_are(
+        {("masters", "bfloat16"), ("low memory", "float32")}, SAVED
+    ),
+)
+def test_a_saved_run_continues_bit_for_bit(way, policy, tmp_path):
+    optimizer = sixteen_bit.STATES[way](keras.optimizers.AdamW(0.01))
+    if way in WAYS:
+        optimizer = tfmix.LossScaleOptimizer(optimizer, 4.0)
+    model = sixteen_bit.model_of(optimizer, policy, steps.MODES[1])
+    sixteen_bit.fit(model, 1)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert sixteen_bit.fit(loaded, 2) == sixteen_bit.fit(model, 2)
+    ours, theirs = (m.weights + m.optimizer.variables for m in (loaded, model))
+    assert bits_of(ours) == bits_of(theirs)
+
+
 @pytest.mark.costly
-@helpers.requires_backend("tensorflow")
+@TENSORFLOW
+@pytest.mark.parametrize("is_built", [True, False])
+@pytest.mark.parametrize("way", sixteen_bit.STATES)
+def test_a_run_continues_from_a_checkpoint_bit_for_bit(way, is_built, tmp_path):
+    import tensorflow as tf
+
+    dtype = "bfloat16" if way in WAYS else "float32"
+    gradients = sixteen_bit.gradients(4)
+    (stored, optimizer), (other, restored) = states = [
+        (
+            sixteen_bit.variables(dtype),
+            sixteen_bit.STATES[way](keras.optimizers.Adam(0.1)),
+        )
+        for _ in range(2)
+    ]
+    sixteen_bit.run(optimizer, stored, gradients[:2])
+    tf.train.Checkpoint(v=stored, o=optimizer).write(str(tmp_path / "c"))
+    if is_built:
+        restored.build(other)
+    checkpoint = tf.train.Checkpoint(v=other, o=restored)
+    status = checkpoint.read(str(tmp_path / "c"))
+    if is_built:
+        status.assert_consumed()
+    for variables, each in states:
+        sixteen_bit.run(each, variables, gradients[2:])
+    ours, theirs = (bits_of(v + o.variables) for v, o in states)
+    assert ours == theirs
+
+
+@pytest.mark.costly
+@TENSORFLOW
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -218,3 +263,108 @@ def test_a_model_becomes_a_saved_model_with_its_optimizer(wrap, tmp_path):
     np.testing.assert_array_equal(
         tf.cast(found, "float32"), model.predict(x, verbose=0)
     )
+
+
+@pytest.mark.costly
+@TENSORFLOW
+@pytest.mark.parametrize(
+    ("way", "scaled"),
+    helpers.quick_are(
+        {("flat", False), ("stochastic", True)},
+        [
+            ("flat", False),
+            ("stochastic", True),
+            ("masters", True),
+            ("split", False),
+            ("low memory", False),
+        ],
+    ),
+)
+def test_replicas_stay_alike_and_learn(way, scaled):
+    keras.utils.set_random_seed(1)
+    random = np.random.default_rng(0)
+    x = random.normal(size=(64, 8)).astype("float32")
+    y = x @ random.normal(size=(8, 1)).astype("float32")
+    policy = "bfloat16" if way in WAYS else "float32"
+    strategy = helpers.mirrored_strategy()
+    settings = {"use_ema": True, "ema_overwrite_frequency": 3}
+    with strategy.scope(), tfmix.policy_scope(policy):
+        layers = [keras.layers.Dense(16, "tanh"), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((8,)), *layers])
+        sgd = keras.optimizers.SGD(
+            0.125, gradient_accumulation_steps=2, **settings
+        )
+        optimizer = sixteen_bit.STATES[way](sgd)
+        if scaled:
+            optimizer = tfmix.LossScaleOptimizer(optimizer, 4.0)
+        model.compile(optimizer, loss="mse", jit_compile=False)
+    before = model.evaluate(x, y, verbose=0)
+    model.fit(x, y, batch_size=32, epochs=4, verbose=0, shuffle=False)
+    assert model.evaluate(x, y, verbose=0) < 0.5 * before
+    for variable in [*model.variables, *model.optimizer.variables]:
+        copies = strategy.experimental_local_results(variable.value)
+        assert len({str(bits_of([copy])) for copy in copies}) == 1
+
+
+@TENSORFLOW
+def test_gradients_travel_in_the_dtype_of_the_variables(monkeypatch):
+    import tensorflow as tf
+
+    strategy = helpers.mirrored_strategy()
+    seen = []
+    original = tf.distribute.ReplicaContext.all_reduce
+
+    def spied(self, op, value, options=None):
+        if self.num_replicas_in_sync > 1:
+            seen.extend(each.dtype.name for each in tf.nest.flatten(value))
+        return original(self, op, value, options)
+
+    monkeypatch.setattr(tf.distribute.ReplicaContext, "all_reduce", spied)
+    with strategy.scope():
+        (weight,) = ones("w", 2)
+        optimizer = Masters(keras.optimizers.SGD(0.25))
+        optimizer.build([weight])
+
+    @tf.function
+    def step():
+        strategy.run(lambda: optimizer.apply([tf.ones(2, "bfloat16")]))
+
+    step()
+    assert set(seen) == {"bfloat16"}
+    assert array(optimizer.read_float32(weight)).tolist() == [0.5, 0.5]
+
+
+@pytest.mark.costly
+@TENSORFLOW
+@pytest.mark.parametrize("way", ["masters", "flat", "stochastic"])
+def test_a_nan_on_one_replica_is_skipped_on_all(way):
+    import tensorflow as tf
+
+    strategy = helpers.mirrored_strategy()
+    with strategy.scope():
+        stored, inner = ones("w", 4), WAYS[way](keras.optimizers.Adam(0.1))
+        optimizer = tfmix.LossScaleOptimizer(inner, 4.0)
+        optimizer.build(stored)
+    helpers.takes_scaled_gradients(optimizer)
+
+    def on_replica(bad):
+        context = tf.distribute.get_replica_context()
+        here = tf.equal(context.replica_id_in_sync_group, 1)
+        nan = tf.where(tf.logical_and(here, bad), np.nan, 1.0)
+        optimizer.apply([tf.fill([4], tf.cast(nan, "bfloat16"))], stored)
+
+    step = tf.function(lambda bad: strategy.run(on_replica, args=(bad,)))
+
+    def copies():
+        values = [v.value for v in stored + inner.variables]
+        return [
+            bits_of([copy])
+            for value in values
+            for copy in strategy.experimental_local_results(value)
+        ]
+
+    step(tf.constant(False))
+    before = copies()
+    step(tf.constant(True))
+    assert copies() == before
+    assert optimizer.skipped_steps == 1
