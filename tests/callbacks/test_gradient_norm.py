@@ -64,17 +64,12 @@ def test_a_skipped_step_keeps_the_norm_of_the_last_applied_one(way):
     assert history["gradient_norm"] == pytest.approx([FIRST / 2])
 
 
-def test_the_norm_is_nan_before_the_first_applied_step():
-    model, watch = compiled(), monitor()
-    data = monitored.batches(2, bad=[0, 1])
-    history = monitored.fit(model, watch, data)
+def test_an_unknown_norm_is_nan_and_left_out_of_the_progress_bar(capsys):
+    watch, data = monitor(), monitored.batches(2, bad=[0, 1])
+    history = monitored.fit(compiled(), watch, data)
     assert math.isnan(*history["gradient_norm"])
     assert math.isnan(watch.timeline[0].gradient_norm)
-
-
-def test_the_progress_bar_leaves_out_an_unknown_norm(capsys):
-    data = monitored.batches(4)
-    monitored.fit(compiled(), monitor(), data, verbose=1)
+    monitored.fit(compiled(), monitor(), monitored.batches(4), verbose=1)
     out = capsys.readouterr().out
     assert "nan" not in out
     assert "gradient_norm: " in out
@@ -111,21 +106,12 @@ def test_a_saved_optimizer_does_not_contain_the_norm(tmp_path):
     model.load_weights(tmp_path / "model.keras")
 
 
-def test_overwritten_variable_is_left_out_of_the_norm():
-    optimizer = scaling.LossScaleOptimizer(sgd(1.0))
-    weight, scale = keras.Variable([0.0]), keras.Variable([1.0])
-    scale.overwrite_with_gradient = True
-    optimizer.build([weight, scale])
-    optimizer.keep_gradient_norm()
-    grads = [optimizer.scale_loss(ops.array([3.0])), ops.array([100.0])]
-    optimizer.apply(grads, [weight, scale])
-    assert optimizer.gradient_norm == 3.0
-
-
 @pytest.mark.parametrize("unscaled", [False, True])
 def test_a_custom_loop_can_record_the_norm(unscaled):
     optimizer = scaling.LossScaleOptimizer(sgd(1.0))
-    weights = [keras.Variable([0.0, 0.0]), keras.Variable(0.0)]
+    weights = [keras.Variable(value) for value in ([0.0, 0.0], 0.0, 1.0)]
+    # The value that overwrites this one is no gradient.
+    weights[2].overwrite_with_gradient = True
     optimizer.build(weights)
     assert math.isnan(optimizer.gradient_norm)
     optimizer.keep_gradient_norm()
@@ -133,6 +119,7 @@ def test_a_custom_loop_can_record_the_norm(unscaled):
     grads = [ops.array([1.0, 2.0]), ops.array(2.0)]
     if not unscaled:
         grads = [optimizer.scale_loss(gradient) for gradient in grads]
+    grads.append(ops.array(100.0))
     optimizer.apply(grads, weights, unscaled=unscaled)
     assert optimizer.gradient_norm == 3.0
 
@@ -169,6 +156,7 @@ def test_rows_of_a_sparse_gradient_count_as_their_sum():
 def test_the_norm_is_that_of_the_sum_over_replicas():
     with helpers.mirrored_strategy().scope():
         model = compiled(sgd(0.0), jit_compile=False)
-    data = monitored.batches(4) | {"batch_size": 2}
+    data = monitored.batches(6, bad=[3]) | {"batch_size": 2}
     history = monitored.fit(model, monitor(), data)
     assert history["gradient_norm"] == pytest.approx([FIRST])
+    assert (history["applied_steps"], history["skipped_steps"]) == ([2], [1])

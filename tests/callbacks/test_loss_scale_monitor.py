@@ -17,10 +17,14 @@ from tfmix.loss_scaling import optimizer as scaling
 Monitor = loss_scale_monitor.LossScaleMonitor
 
 
-def compiled(**settings):
-    settings = {"loss_scale": rules.DynamicLossScale()} | settings
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile(scaling.LossScaleOptimizer("sgd", **settings), "mse")
+def compiled(*dtypes, optimizer=scaling.LossScaleOptimizer, **settings):
+    layers = [keras.layers.Dense(1, dtype=dtype) for dtype in dtypes]
+    layers = layers or [keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((2,)), *layers])
+    if optimizer is scaling.LossScaleOptimizer:
+        rule = settings.pop("loss_scale", rules.DynamicLossScale())
+        optimizer = optimizer("sgd", loss_scale=rule)
+    model.compile(optimizer, "mse", **settings)
     return model
 
 
@@ -67,53 +71,45 @@ def test_the_progress_bar_shows_the_scale_and_counts_in_whole_numbers(capsys):
 
 @pytest.mark.costly
 @pytest.mark.parametrize(
-    ("dtypes", "settings", "line"),
+    ("dtypes", "scale", "line"),
     [
         (
             ("mixed_float16", "float32"),
-            {},
+            rules.DynamicLossScale(),
             "mixed_float16: 1 of 2 layers in 16 bit; gradients are scaled "
             "inside the model",
         ),
         (
             ("mixed_bfloat16", "mixed_bfloat16"),
-            {"loss_scale": rules.NoLossScale()},
+            rules.NoLossScale(),
             "mixed_bfloat16: 2 of 2 layers in 16 bit; no loss scale",
         ),
         (
             ("float32", "float32"),
-            {"loss_scale": 100.0},
+            100.0,
             "float32: 0 of 2 layers in 16 bit; fixed scale 100",
         ),
     ],
 )
 def test_a_run_begins_with_a_line_about_dtypes_and_scale(
-    capsys, dtypes, settings, line
+    capsys, dtypes, scale, line
 ):
-    layers = [keras.layers.Dense(1, dtype=dtype) for dtype in dtypes]
-    model = keras.Sequential([keras.Input((2,)), *layers])
-    model.compile(scaling.LossScaleOptimizer("sgd", **settings), "mse")
+    model = compiled(*dtypes, loss_scale=scale)
     fit(model, Monitor(), batches(2), verbose=2, epochs=2)
     assert capsys.readouterr().out.splitlines()[0] == line
     fit(model, Monitor(), batches(2))
     assert not capsys.readouterr().out
 
 
-def test_a_warning_begins_on_a_new_line(capsys, caplog):
-    model = compiled(loss_scale=rules.FixedLossScale(8.0))
-    seen = []
-
-    class Handler(logging.Handler):
-        def emit(self, record):
-            seen.append(capsys.readouterr().out)
-
-    logger = logging.getLogger("absl")
-    logger.addHandler(handler := Handler())
-    try:
-        monitor = Monitor(every=1, alarm_after=3)
-        fit(model, monitor, batches(6, bad=range(5)), verbose=1)
-    finally:
-        logger.removeHandler(handler)
+def test_a_warning_begins_on_a_new_line(capsys, monkeypatch):
+    model, seen = compiled(loss_scale=rules.FixedLossScale(8.0)), []
+    monkeypatch.setattr(
+        logging.getLogger("absl"),
+        "handle",
+        lambda record: seen.append(capsys.readouterr().out),
+    )
+    monitor = Monitor(every=1, alarm_after=3)
+    fit(model, monitor, batches(6, bad=range(5)), verbose=1)
     assert [text[-1:] for text in seen] == ["\n"]
 
 
@@ -134,8 +130,7 @@ def test_readings_of_the_scale_are_taken_every_n_steps_and_at_the_end(
 
 @pytest.mark.parametrize("several", [1, 3])
 def test_steps_are_counted_over_epochs_and_over_calls_of_fit(several):
-    monitor, model = Monitor(), compiled()
-    model.compile(model.optimizer, "mse", steps_per_execution=several)
+    monitor, model = Monitor(), compiled(steps_per_execution=several)
     fit(model, monitor, batches(3), epochs=2)
     fit(model, monitor, batches(6))
     assert [reading.step for reading in monitor.timeline] == [0, 3, 6, 12]
@@ -162,17 +157,14 @@ def test_keras_keeps_its_asynchronous_dispatch():
 
 
 def test_a_stuck_run_is_stopped_with_the_variable_named():
-    model = compiled(loss_scale=rules.FixedLossScale(8.0))
+    stuck = {"loss_scale": rules.FixedLossScale(8.0)}
     monitor = Monitor(every=1, max_consecutive_skips=5)
     with pytest.raises(errors.LossScaleError, match="kernel"):
-        fit(model, monitor, batches(40, bad=range(40)))
+        fit(compiled(**stuck), monitor, batches(40, bad=range(40)))
     assert monitor.timeline[-1].consecutive_skips == 5
-
-
-def test_one_skip_fewer_does_not_stop_the_run():
-    model = compiled(loss_scale=rules.FixedLossScale(8.0))
-    monitor = Monitor(every=1, max_consecutive_skips=5)
-    fit(model, monitor, batches(12, bad=[1, 2, 3, 4, 7, 8, 9, 10]))
+    # One skip fewer does not stop a run.
+    bad = [1, 2, 3, 4, 7, 8, 9, 10]
+    fit(compiled(**stuck), monitor, batches(12, bad=bad))
     assert monitor.timeline[-1].skipped_steps == 8
 
 
@@ -186,20 +178,16 @@ def test_a_standstill_causes_one_warning(caplog):
 
 
 def test_a_model_without_loss_scaling_trains_with_one_warning(caplog):
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    history = fit(model, Monitor(every=1), batches(3))
+    history = fit(compiled(optimizer="sgd"), Monitor(every=1), batches(3))
     assert set(history) == {"loss"}
     (text,) = [text for text in caplog.messages if "nothing to show" in text]
     assert text.endswith("(its optimizer is SGD).")
 
 
 def test_keras_own_scaler_is_refused():
-    sgd = keras.optimizers.SGD()
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.LossScaleOptimizer(sgd), "mse")
+    own = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
     with pytest.raises(TypeError, match=r"tfmix\.LossScaleOptimizer"):
-        fit(model, Monitor(), batches(3))
+        fit(compiled(optimizer=own), Monitor(), batches(3))
 
 
 @pytest.mark.parametrize(
@@ -223,18 +211,6 @@ def test_the_monitor_can_be_copied_as_tuners_do(after):
     assert copied.every == monitor.every
     fit(compiled(), copied, batches(3))
     assert copied.timeline[-1].loss_scale == 2.0**15
-
-
-@helpers.requires_backend("tensorflow")
-def test_the_monitor_reads_a_mirrored_optimizer_in_fit():
-    import tensorflow as tf
-
-    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
-        model = compiled()
-    monitor = Monitor(every=2)
-    history = fit(model, monitor, batches(4, bad=[1]))
-    assert history["applied_steps"] == [3]
-    assert history["skipped_steps"] == [1]
 
 
 def test_a_resumed_run_continues_the_optimizers_step_count(tmp_path):
