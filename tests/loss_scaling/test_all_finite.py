@@ -5,52 +5,38 @@ import numpy as np
 import pytest
 from keras import ops
 
-from tests import helpers
+from tests import helpers, steps
 from tfmix.loss_scaling import all_finite
 
 BAD = [np.nan, np.inf, -np.inf]
+LARGEST = {"float16": 65504.0, "bfloat16": 3.38e38, "float32": 3.4e38}
+# Large tensors are checked in pieces, which these fill partly or wholly.
+SHAPES = [(4, 5), (24577,), (480_000,), (129, 131), (700, 600), (30, 20, 800)]
 
 
-def compiled(function):
-    if keras.backend.backend() == "tensorflow":
-        import tensorflow as tf
-
-        return tf.function(function, jit_compile=True)
-    import jax
-
-    return jax.jit(function)
+PLACES = (0, 777, -1)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def compiled_check():
+    """Returns a newly compiled function that lists what is not finite."""
+    check = steps.compiled(lambda x: all_finite.not_finite(x), steps.MODES[-1])
+    return lambda tensors: ops.convert_to_numpy(check(tensors)).tolist()
+
+
+@pytest.mark.parametrize("dtype", LARGEST)
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("position", [(0, 0), (1, 2), (3, 4)])
-def test_one_bad_number_anywhere_is_found(dtype, bad, position):
-    array = np.ones((4, 5), "float32")
-    array[position] = bad
-    good = ops.ones((4, 5), dtype)
-    tensor = ops.cast(ops.convert_to_tensor(array), dtype)
-    assert not bool(all_finite.all_finite([good, {"key": (tensor, None)}]))
-    assert bool(all_finite.all_finite([good, {"key": (good, None)}]))
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("shape", [(700, 600), (30, 20, 800), (480_000,)])
-@pytest.mark.parametrize("bad", BAD)
-def test_a_bad_large_tensor_is_found(shape, dtype, bad):
-    largest = ops.full(shape, 3e38, dtype)
-    array = np.ones(shape, "float32")
-    array[(-1, *[0] * (len(shape) - 1))] = bad
-    tensors = [largest, ops.cast(array, dtype), -largest]
-    told = compiled(all_finite.not_finite)(tensors)
-    assert ops.convert_to_numpy(told).tolist() == [False, True, False]
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_the_largest_finite_numbers_are_finite(dtype):
-    largest = {"float16": 65504.0, "bfloat16": 3.38e38, "float32": 3.4e38}
-    tensor = ops.cast(ops.full((1000,), largest[dtype]), dtype)
-    assert bool(all_finite.all_finite([tensor, -tensor]))
+def test_one_bad_number_anywhere_is_found(shape, bad, dtype):
+    array = np.full(shape, LARGEST[dtype], "float32")
+    array.flat[1] = 1e-45
+    good, not_finite = ops.cast(array, dtype), compiled_check()
+    assert bool(all_finite.all_finite([good, {"key": (-good, None)}]))
+    for place in PLACES:
+        broken = array.copy()
+        broken.flat[place % array.size] = bad
+        broken = ops.cast(broken, dtype)
+        assert not_finite([good, broken, -good]) == [False, True, False]
+        assert not bool(all_finite.all_finite([good, {"key": (broken, None)}]))
 
 
 def test_integers_nones_and_nothing_are_finite():
@@ -65,28 +51,12 @@ def test_both_parts_of_a_complex_number_are_looked_at(bad):
     for broken in (complex(bad, 1.0), complex(1.0, bad)):
         numbers = np.array([1j, broken], "complex64")
         assert not bool(all_finite.all_finite([good, numbers]))
-        told = compiled(all_finite.not_finite)([good, numbers])
-        assert ops.convert_to_numpy(told).tolist() == [False, True]
+        assert compiled_check()([good, numbers]) == [False, True]
     assert bool(all_finite.all_finite([good, 1j]))
 
 
 @helpers.requires_backend("tensorflow")
-@pytest.mark.parametrize("by_xla", [False, True])
-def test_complex_rows_that_several_values_share_are_looked_at(by_xla):
-    import tensorflow as tf
-
-    @tf.function(jit_compile=by_xla, autograph=False)
-    def check(values):
-        rows = tf.constant([0, 1, 1])
-        return all_finite.all_finite([tf.IndexedSlices(values, rows, [5])])
-
-    assert bool(check(tf.constant([1j, 2j, 3.0], tf.complex64)))
-    assert not bool(check(tf.constant([1j, 3e38j, 3e38j], tf.complex64)))
-    assert not bool(check(tf.constant([1j, np.nan * 1j, 1.0], tf.complex64)))
-
-
-@helpers.requires_backend("tensorflow")
-@pytest.mark.parametrize("by_xla", [False, True])
+@pytest.mark.parametrize("mode", steps.MODES[1:])
 @pytest.mark.parametrize(
     ("values", "rows", "dtype", "expected"),
     [
@@ -97,20 +67,23 @@ def test_complex_rows_that_several_values_share_are_looked_at(by_xla):
         ([64000.0, 64000.0, 1.0], [1, 1, 0], "float16", False),
         ([64000.0, 64000.0, 1.0], [1, 2, 0], "float16", True),
         ([64000.0, -64000.0, 1.0], [1, 1, 0], "float16", True),
+        ([1j, 2j, 3.0], [0, 1, 1], "complex64", True),
+        ([1j, 3e38j, 3e38j], [0, 1, 1], "complex64", False),
+        ([1j, np.nan * 1j, 1.0], [0, 1, 1], "complex64", False),
     ],
 )
 def test_rows_that_overflow_only_when_summed_are_caught(
-    values, rows, dtype, expected, by_xla
+    values, rows, dtype, expected, mode
 ):
     import tensorflow as tf
 
-    @tf.function(jit_compile=by_xla, autograph=False)
     def check(values, rows):
         shape = tf.constant([5, 1])
         return all_finite.all_finite([tf.IndexedSlices(values, rows, shape)])
 
     values = tf.cast(tf.constant(values)[:, None], dtype)
-    assert bool(check(values, tf.constant(rows))) is expected
+    found = steps.compiled(check, mode)(values, tf.constant(rows))
+    assert bool(found) is expected
 
 
 @pytest.mark.costly
@@ -144,8 +117,7 @@ def test_each_variant_distinguishes_all_tensors(variant, bad, monkeypatch):
     # Integers are finite.
     given.append(np.array([7]))
     expected = [place == bad for place in range(len(given))]
-    told = compiled(all_finite.not_finite)(given)
-    assert ops.convert_to_numpy(told).tolist() == expected
+    assert compiled_check()(given) == expected
 
 
 @helpers.requires_backend("jax")
@@ -163,13 +135,10 @@ def test_an_accelerator_reads_tensors_of_one_shape_together(platform, count):
     assert lowered.count("stablehlo.reduce") == count
 
 
-@pytest.mark.parametrize("bad", [None, 1])
-def test_it_holds_where_kerass_float_type_is_bfloat16(bad):
+def test_it_holds_where_kerass_float_type_is_bfloat16():
     keras.config.set_floatx("bfloat16")
     given = [np.ones((2, 3), "float32") for _ in range(3)]
-    if bad is not None:
-        given[bad][0] = np.nan
-    told = compiled(all_finite.not_finite)(given)
-    expected = [n == bad for n in range(3)]
-    assert ops.convert_to_numpy(told).tolist() == expected
-    assert bool(all_finite.all_finite(given)) == (bad is None)
+    assert bool(all_finite.all_finite(given))
+    given[1][0] = np.nan
+    assert compiled_check()(given) == [False, True, False]
+    assert not bool(all_finite.all_finite(given))

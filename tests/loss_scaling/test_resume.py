@@ -4,11 +4,8 @@ import pathlib
 import random
 import signal
 
-import keras
-import numpy as np
 import pytest
 
-import tfmix
 from benchmarks.fault_cases import resumable, saved_state, systems
 from tests import helpers
 
@@ -142,37 +139,3 @@ def test_a_checkpoint_that_keras_saved_loads(tmp_path):
     # Keras's scaler has no counters, so ours keep their values.
     checkpoint.read(path).expect_partial()
     assert_holds_keras_state(model, saved)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_a_run_with_8_bit_state_resumes_bit_for_bit(tmp_path, policy):
-    x, y = np.random.default_rng(0).normal(size=(2, 48, 32)).astype("float32")
-
-    def fitted(model, first, last):
-        model.fit(
-            *(x, y),
-            batch_size=16,
-            initial_epoch=first,
-            epochs=last,
-            shuffle=False,
-            verbose=0,
-        )
-        return model
-
-    def made():
-        keras.utils.set_random_seed(0)
-        layers = [keras.layers.Dense(128, "relu"), keras.layers.Dense(32)]
-        model = keras.Sequential([keras.Input((32,)), *layers])
-        adam = keras.optimizers.Adam(1e-3)
-        model.compile(tfmix.optimizers.LowMemoryOptimizer(adam, seed=1), "mse")
-        return model
-
-    tfmix.set_global_policy(policy)
-    whole = fitted(made(), 0, 4)
-    fitted(made(), 0, 2).save(tmp_path / "half.keras")
-    resumed = fitted(keras.models.load_model(tmp_path / "half.keras"), 2, 4)
-    for ours, theirs in zip(
-        resumed.get_weights(), whole.get_weights(), strict=True
-    ):
-        np.testing.assert_array_equal(ours, theirs)

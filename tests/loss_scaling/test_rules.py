@@ -50,34 +50,22 @@ def test_scale_grows_on_exactly_the_nth_finite_step(steps):
     assert scales == expected
 
 
-# The settings of the systems that tfmix follows, and how their scales move: the
-# first scale, the good steps before each doubling, the floor and the ceiling.
+# The systems that tfmix follows: the first scale, other settings, and how the
+# scale moves: the good steps before each doubling, the floor and the ceiling.
 # NNabla's and MXNet's have no floor, NNabla's and MindSpore's no ceiling.
 SEEDS = {
-    "NNabla": ({"initial_scale": 8.0}, 8.0, 2000, 1.0, 2.0**24),
-    "MindSpore": (
-        {"initial_scale": 2.0**24, "max_scale": 2.0**30},
-        2.0**24,
-        2000,
-        1.0,
-        2.0**30,
-    ),
-    "fastai": (
-        {"initial_scale": 2.0**16, "growth_steps": 1000},
-        2.0**16,
-        1000,
-        1.0,
-        2.0**24,
-    ),
-    "MXNet": ({"initial_scale": 2.0**16}, 2.0**16, 2000, 1.0, 2.0**24),
-    "Keras": ({}, 2.0**15, 2000, 1.0, 2.0**24),
+    "NNabla": (8.0, {}, 2000, 1.0, 2.0**24),
+    "MindSpore": (2.0**24, {"max_scale": 2.0**30}, 2000, 1.0, 2.0**30),
+    "fastai": (2.0**16, {"growth_steps": 1000}, 1000, 1.0, 2.0**24),
+    "MXNet": (2.0**16, {}, 2000, 1.0, 2.0**24),
+    "Keras": (2.0**15, {}, 2000, 1.0, 2.0**24),
 }
 
 
 @pytest.mark.parametrize("system", SEEDS)
 def test_the_settings_of_a_seed_system_move_the_scale_as_it_does(system):
-    given, first, window, floor, ceiling = SEEDS[system]
-    rule = rules.DynamicLossScale(**given)
+    first, given, window, floor, ceiling = SEEDS[system]
+    rule = rules.DynamicLossScale(first, **given)
     scales = [first, *run(rule, [True] * (3 * window + 1))]
     grown = [n for n in range(1, len(scales)) if scales[n] != scales[n - 1]]
     assert grown == [window, 2 * window, 3 * window]
@@ -90,6 +78,40 @@ def test_the_settings_of_a_seed_system_move_the_scale_as_it_does(system):
     assert run(rule, [True], top) == [ceiling]
 
 
+# The settings beside a first scale of 8, whether each step is finite, and the
+# scale after it.
+MOVES = {
+    "an overflow halves the scale and restarts the count": (
+        {"growth_steps": 3},
+        "++-+++",
+        [8, 8, 4, 4, 4, 8],
+    ),
+    "the scale stops at its ceiling": (
+        {"growth_steps": 1, "max_scale": 16.0},
+        "+++++-+",
+        [16, 16, 16, 16, 16, 8, 16],
+    ),
+    "the scale stops at its floor": (
+        {"growth_steps": 1, "min_scale": 2.0},
+        "------+",
+        [4, 2, 2, 2, 2, 2, 4],
+    ),
+    "hysteresis waits for that many overflows in a row": (
+        {"hysteresis": 3},
+        "--+----",
+        [8, 8, 8, 8, 8, 4, 2],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "outcomes", "scales"), MOVES.values(), ids=MOVES
+)
+def test_the_rule_moves_the_scale(given, outcomes, scales):
+    rule = rules.DynamicLossScale(8.0, **given)
+    assert run(rule, [outcome == "+" for outcome in outcomes]) == scales
+
+
 def test_a_new_scale_holds_in_the_next_step():
     # MXNet's takes one more check, and so halves once too often.
     rule, used = rules.DynamicLossScale(2.0**16), []
@@ -100,28 +122,10 @@ def test_a_new_scale_holds_in_the_next_step():
     assert used == [2.0**16, 2.0**15, 2.0**15]
 
 
-def test_a_fixed_scale_is_mxnets_and_mindspores_by_default():
+def test_the_default_scales_are_those_of_the_seed_systems():
+    assert rules.DynamicLossScale() == rules.DynamicLossScale(2.0**15)
+    # MXNet's and MindSpore's fixed scale.
     assert rules.FixedLossScale().scale == 128.0
-
-
-def test_an_overflow_halves_the_scale_and_resets_the_count():
-    rule = rules.DynamicLossScale(8.0, growth_steps=3)
-    outcomes = [True, True, False, True, True, True]
-    assert run(rule, outcomes) == [8.0, 8.0, 4.0, 4.0, 4.0, 8.0]
-
-
-def test_the_scale_stops_at_its_floor_and_its_ceiling():
-    rule = rules.DynamicLossScale(
-        4.0, growth_steps=1, min_scale=2.0, max_scale=16.0
-    )
-    assert run(rule, [False] * 1000)[-1] == 2.0
-    assert run(rule, [True] * 1000)[-1] == 16.0
-
-
-def test_hysteresis_waits_for_that_many_overflows_in_a_row():
-    rule = rules.DynamicLossScale(8.0, hysteresis=3)
-    outcomes = [False, False, True, False, False, False, False]
-    assert run(rule, outcomes) == [8.0, 8.0, 8.0, 8.0, 8.0, 4.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -150,19 +154,10 @@ def test_a_dynamic_scale_recovers_from_any_stored_value(
     assert float(rule.update(state, False).scale) == max(healed / 2, 2.0)
 
 
-def test_powers_of_two_stay_powers_of_two():
-    rule = rules.DynamicLossScale(growth_steps=1)
-    rng = np.random.default_rng(0)
-    for scale in run(rule, rng.random(500) < 0.6):
-        assert math.frexp(scale)[0] == 0.5
-
-
 def test_a_growth_factor_near_one_grows_log_additively():
     # NNabla's alternative scaler adds 0.001 in log2 for every good step.
-    rule = rules.DynamicLossScale(
-        1024.0, growth_factor=2.0**0.001, growth_steps=1
-    )
-    scale = run(rule, [True] * 1000)[-1]
+    growth = {"growth_factor": 2.0**0.001, "growth_steps": 1}
+    scale = run(rules.DynamicLossScale(1024.0, **growth), [True] * 1000)[-1]
     assert math.log2(scale) == pytest.approx(11.0, abs=1e-3)
 
 
@@ -218,22 +213,18 @@ def test_tensors_and_numbers_take_the_same_path():
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
-def test_rules_survive_config_copy_and_pickle(rule):
+def test_rules_are_frozen_and_survive_config_copy_and_pickle(rule):
     serialized = keras.saving.serialize_keras_object(rule)
     assert keras.saving.deserialize_keras_object(serialized) == rule
     assert copy.deepcopy(rule) == pickle.loads(pickle.dumps(rule)) == rule
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        rule.anything = 1
 
 
 def test_no_unusual_value_is_a_default():
     defaults = dataclasses.asdict(rules.DynamicLossScale())
     assert set(defaults) == set(UNUSUAL)
     assert not set(defaults.items()) & set(UNUSUAL.items())
-
-
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
-def test_rules_are_frozen(rule):
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        rule.anything = 1
 
 
 @pytest.mark.parametrize("stored", [0.0, math.nan, math.inf, 3.0])

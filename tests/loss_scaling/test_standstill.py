@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 
 import tfmix
+from tests import steps
+from tests.loss_scaling import test_ways_to_train as ways
 from tfmix.loss_scaling import standstill
 
-ON_JAX = keras.backend.backend() == "jax"
-WAYS = ("eager", "jit") if ON_JAX else ("eager", "graph")
+WAYS = steps.MODES[:2]
 BAD = np.full((2, 4), np.nan, "float32")
 GOOD = np.ones((2, 4), "float32")
 
@@ -16,38 +17,19 @@ GOOD = np.ones((2, 4), "float32")
 def run(batches, way, wrap=lambda optimizer: optimizer):
     """Trains a float16 model in a loop, one step per batch."""
     tfmix.set_global_policy("mixed_float16")
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    optimizer = wrap(keras.optimizers.Adam(name="adam"))
-    optimizer.build(model.trainable_variables)
-    if ON_JAX:
+    model = [keras.Input((4,)), keras.layers.Dense(1)]
+    loop = ways.Loop(
+        way,
+        False,
+        make=lambda: keras.Sequential(model),
+        optimizer=wrap(keras.optimizers.Adam(name="adam")),
+    )
+    for x in batches:
+        loop.step(*map(keras.ops.convert_to_tensor, (x, x[:, :1])))
+    if keras.backend.backend() == "jax":
         import jax
 
-        def step(weights, slots, x):
-            def loss(weights):
-                y, _ = model.stateless_call(weights, [], x, training=True)
-                return (y**2).mean()
-
-            gradients = jax.grad(loss)(weights)
-            return optimizer.stateless_apply(slots, gradients, weights)
-
-        step = jax.jit(step) if way == "jit" else step
-        weights = [v.value for v in model.trainable_variables]
-        slots = [v.value for v in optimizer.variables]
-        for x in batches:
-            weights, slots = step(weights, slots, x)
         jax.effects_barrier()
-        return
-    import tensorflow as tf
-
-    def step(x):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(model(x, training=True) ** 2)
-        gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply(gradients, model.trainable_variables)
-
-    step = tf.function(step) if way == "graph" else step
-    for x in batches:
-        step(tf.constant(x))
 
 
 def wrapped(optimizer):

@@ -1,10 +1,13 @@
-"""A guarded model's skipped step leaves no trace, in every mode."""
+"""What a guarded train step keeps and reports when it is skipped.
 
-import itertools
+`test_ways_to_train.py` has bad batches in every way to train, `tests/grid.py`
+metrics, callbacks and steps of your own; here is what these leave out.
+"""
 
 import keras
 import numpy as np
 import pytest
+from keras import layers, ops
 
 import tfmix
 from tests import helpers
@@ -20,119 +23,176 @@ MODES = {
 if keras.backend.backend() == "jax":
     # JAX has no graph without XLA, and eager mode covers that.
     MODES.pop("graph")
+NO_SCALE = rules.NoLossScale()
+EACH_MODE = pytest.mark.parametrize("mode", MODES)
 
 
-@keras.saving.register_keras_serializable(package="tests")
-class CountsCalls(keras.layers.Layer):
-    """Keeps the user's own state: a float and an integer."""
-
-    def build(self, input_shape):
-        self.total = self.add_weight(
-            shape=(), initializer="zeros", trainable=False, name="total"
-        )
-        self.calls = self.add_weight(
-            shape=(), initializer="zeros", trainable=False, dtype="int32"
-        )
-
-    def call(self, inputs):
-        self.total.assign(self.total + keras.ops.sum(inputs))
-        self.calls.assign(self.calls + 1)
-        return inputs
-
-
-def make_model(rule="dynamic", **compile_arguments):
-    model = keras.Sequential(
-        [
-            keras.Input((4,)),
-            keras.layers.Dense(8),
-            CountsCalls(),
-            keras.layers.BatchNormalization(),
-            keras.layers.Dense(1),
-        ]
-    )
-    wrapped = optimizers.LossScaleOptimizer(
-        keras.optimizers.Adam(0.01), loss_scale=rule
-    )
-    model.compile(wrapped, loss="mse", metrics=["mae"], **compile_arguments)
-    return model
-
-
-def data(bad_row=None, bad=np.inf):
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(64, 4)).astype("float32")
-    y = x.sum(axis=1, keepdims=True)
-    if bad_row is not None:
-        x[bad_row] = bad
+def data(count=4, bad=()):
+    """Returns inputs and targets, with NaN in some batches of four rows."""
+    x = np.random.default_rng(0).normal(size=(4 * count, 3)).astype("float32")
+    y = x.sum(axis=1, keepdims=True) + 5.0
+    x.reshape(count, 4, 3)[list(bad)] = np.nan
     return x, y
 
 
-def without(array, start, stop):
-    return np.concatenate([array[:start], array[stop:]])
+def compiled(model, mode=None, rule=NO_SCALE):
+    optimizer = keras.optimizers.SGD(0.01)
+    wrapped = optimizers.LossScaleOptimizer(optimizer, loss_scale=rule)
+    how = MODES.get(mode, {})
+    model.compile(wrapped, loss="mse", metrics=["mae"], **how)
+    return model
+
+
+def graph(*hidden, kind=keras.Model):
+    keras.utils.set_random_seed(1)
+    inputs = y = keras.Input((3,))
+    for layer in [*hidden, layers.Dense(1)]:
+        y = layer(y)
+    return kind(inputs, y)
+
+
+def guarded(*hidden, mode=None, **settings):
+    return guards.guard(compiled(graph(*hidden, **settings), mode))
+
+
+def fit(model, arrays, **settings):
+    settings = {"batch_size": 4, "shuffle": False, "verbose": 0} | settings
+    return model.fit(*arrays, **settings).history
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize(
-    ("mode", "bad"),
-    helpers.quick_are(
-        {("eager", np.inf), ("graph", np.nan), ("xla", np.inf)},
-        itertools.product(MODES, [np.inf, np.nan]),
-    ),
-)
-def test_a_bad_batch_is_as_if_it_had_not_been_there(mode, bad):
-    keras.utils.set_random_seed(1)
-    guarded = guards.guard(make_model(**MODES[mode]))
-    keras.utils.set_random_seed(1)
-    oracle = make_model(**MODES[mode])
-    fit = {"batch_size": 16, "epochs": 2, "shuffle": False, "verbose": 0}
-    x, y = data(bad_row=20, bad=bad)
-    history = guarded.fit(x, y, **fit).history
-    good = [without(array, 16, 32) for array in data()]
-    expected = oracle.fit(*good, **fit).history
+@EACH_MODE
+def test_an_epoch_without_a_finite_batch_reports_nothing(mode):
+    model, oracle = guarded(mode=mode), guarded(mode=mode)
+    good, bad = data(1), data(1, bad=[0])
+    found = [fit(model, each) for each in (good, bad, good)]
+    expected = [fit(oracle, good) for _ in range(2)]
     for key in ("loss", "mae"):
-        helpers.assert_close(history[key], expected[key], "float32")
-    for ours, theirs in zip(guarded.weights, oracle.weights, strict=True):
-        if ours.name != "calls" and "int" not in ours.dtype:
-            helpers.assert_close(ours, theirs, "float32")
-    assert guarded.optimizer.skipped_steps == 2
+        kept, lost, later = (each[key] for each in found)
+        assert np.isnan(lost)
+        wanted = [each[key] for each in expected]
+        helpers.assert_close([kept, later], wanted, "float32")
+    before = helpers.snapshot(model.trainable_variables)
+    assert np.all(np.isnan(model.train_on_batch(*bad)))
+    helpers.assert_unchanged(model.trainable_variables, before)
+    assert np.all(np.isfinite(model.train_on_batch(*good)))
 
 
 @pytest.mark.costly
-def test_without_the_guard_the_same_batch_poisons_the_model():
-    model = make_model()
-    model.fit(*data(bad_row=20), batch_size=16, verbose=0, shuffle=False)
-    with pytest.raises(AssertionError, match="not finite"):
-        helpers.assert_all_finite(model.non_trainable_variables)
+@EACH_MODE
+def test_an_epoch_without_an_applied_step_does_not_report_a_loss_of_zero(mode):
+    # The loss is finite, but not the gradients: the scale is far too high.
+    rule = rules.DynamicLossScale(2.0**120, max_scale=2.0**120)
+    model = guards.guard(compiled(graph(), mode, rule))
+    x, y = data()
+    history = fit(model, (x, y * 1e3))
+    assert model.optimizer.skipped_steps == 4
+    assert 1e5 < history["loss"][0] < 1e8
+    assert history["mae"][0] > 1.0
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("rule", [64.0, rules.NoLossScale()])
-def test_the_guard_works_with_every_rule(rule):
-    model = guards.guard(make_model(rule))
-    model.fit(*data(bad_row=20), batch_size=16, verbose=0)
-    helpers.assert_all_finite(model.non_trainable_variables[:1])
-    assert model.optimizer.skipped_steps == 1
+def test_an_epoch_that_was_not_measured_is_not_the_best(tmp_path):
+    epochs = (data(1, bad=[0] if epoch == 3 else []) for epoch in range(6))
+    best = keras.callbacks.ModelCheckpoint(
+        tmp_path / "best.keras", monitor="loss", save_best_only=True
+    )
+    calls = [
+        best,
+        keras.callbacks.ReduceLROnPlateau("loss", patience=2),
+        keras.callbacks.EarlyStopping(
+            "loss", patience=3, restore_best_weights=True
+        ),
+    ]
+    settings = {"batch_size": None, "steps_per_epoch": 1, "epochs": 6}
+    history = fit(guarded(), [epochs], callbacks=calls, **settings)
+    assert np.isnan(history["loss"]).tolist() == [n == 3 for n in range(6)]
+    assert best.best == np.nanmin(history["loss"]) == history["loss"][-1]
+    assert history["learning_rate"][-1] == np.float32(0.01)
+
+
+@pytest.mark.costly
+@EACH_MODE
+@pytest.mark.parametrize("bad", [0, 1, 3])
+def test_terminate_on_nan_stops_only_where_nothing_was_measured(bad, mode):
+    losses = []
+    seen = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: losses.append(logs["loss"])
+    )
+    calls = [seen, keras.callbacks.TerminateOnNaN()]
+    model = guarded(mode=mode)
+    history = fit(model, data(bad=[bad]), callbacks=calls, epochs=2)
+    assert len(history["loss"]) == (1 if bad == 0 else 2)
+    assert np.isnan(losses[0]) == (bad == 0)
+
+
+class NoVariables(keras.metrics.Metric):
+    """Has a result, and no variables."""
+
+    def update_state(self, *args, **kwargs):
+        pass
+
+    def result(self):
+        return ops.convert_to_tensor(7.0)
+
+
+class FirstWithoutVariables(keras.Model):
+    @property
+    def metrics(self):
+        # It is always the same object, as if Keras held it.
+        if "_seventh" not in vars(self):
+            object.__setattr__(self, "_seventh", NoVariables(name="seven"))
+        return [vars(self)["_seventh"], *super().metrics]
+
+
+def unbuilt():
+    keras.utils.set_random_seed(1)
+    return keras.Sequential([layers.BatchNormalization(), layers.Dense(1)])
+
+
+@pytest.mark.costly
+@EACH_MODE
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: graph(kind=FirstWithoutVariables),
+        pytest.param(unbuilt, marks=helpers.requires_backend("tensorflow")),
+    ],
+    ids=["a metric without variables", "a first step that builds the model"],
+)
+def test_bad_batches_leave_no_trace_beside(make, mode):
+    model, oracle = [guards.guard(compiled(make(), mode)) for _ in range(2)]
+    history = fit(model, data(bad=[0, 3]))
+    expected = fit(oracle, [array[4:12] for array in data()])
+    assert set(history) == set(expected)
+    for key, values in expected.items():
+        helpers.assert_close(history[key], values, "float32")
+    for ours, theirs in zip(model.weights, oracle.weights, strict=True):
+        helpers.assert_close(ours, theirs, "float32")
 
 
 @pytest.mark.costly
 def test_guarding_twice_and_compiling_again_change_nothing():
-    model = make_model()
-    model.fit(*data(), batch_size=16, verbose=0)
+    model = compiled(graph(layers.BatchNormalization()))
+    fit(model, data())
     assert not guards.is_guarded(model)
     assert guards.guard(guards.guard(model)) is model
     assert guards.is_guarded(model)
-    model.fit(*data(bad_row=3), batch_size=16, verbose=0)
+    fit(model, data(bad=[1]))
     model.compile(optimizers.LossScaleOptimizer("sgd"), loss="mse")
-    model.fit(*data(bad_row=3), batch_size=16, verbose=0)
-    helpers.assert_all_finite(
-        v for v in model.non_trainable_variables if "int" not in v.dtype
-    )
+    fit(model, data(bad=[1]))
+    helpers.assert_all_finite(model.weights)
+    # Without the guard, the same batch poisons the statistics.
+    model = compiled(graph(layers.BatchNormalization()))
+    fit(model, data(bad=[1]))
+    with pytest.raises(AssertionError, match="not finite"):
+        helpers.assert_all_finite(model.weights)
 
 
 @pytest.mark.costly
 def test_a_guarded_model_is_saved_and_loaded_like_any_other(tmp_path):
-    model = guards.guard(make_model())
-    x, y = data()
-    model.fit(x, y, batch_size=16, verbose=0)
+    model, (x, y) = guarded(layers.BatchNormalization()), data()
+    fit(model, (x, y))
     saved = model.get_compile_config()
     assert saved["guarded"]["config"] == {"alone": True}
     assert "guarded" not in str(saved["optimizer"])
@@ -145,42 +205,43 @@ def test_a_guarded_model_is_saved_and_loaded_like_any_other(tmp_path):
     )
     assert type(loaded.optimizer) is optimizers.LossScaleOptimizer
     assert guards.is_guarded(loaded)
-    assert not guards.is_guarded(make_model())
-    loaded.fit(x, y, verbose=0)
+    assert not guards.is_guarded(compiled(graph()))
+    fit(loaded, (x, y))
     again = keras.models.load_model(tmp_path / "model.keras")
-    guards.guard(again).fit(x, y, verbose=0)
+    fit(guards.guard(again), (x, y))
     again.compile("adam", loss="mse")
     assert "guarded" not in str(again.get_compile_config())
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("mode", MODES)
-def test_an_epoch_without_an_applied_step_does_not_report_a_loss_of_zero(mode):
-    # The loss is finite, but not the gradients: the scale is far too high.
-    model = make_model(**MODES[mode])
-    rule = rules.DynamicLossScale(2.0**120, max_scale=2.0**120)
-    wrapped = optimizers.LossScaleOptimizer("sgd", loss_scale=rule)
-    model.compile(wrapped, loss="mse", metrics=["mae"], **MODES[mode])
-    guards.guard(model)
-    x, y = data()
-    y = y * 1e3
-    history = model.fit(x, y, batch_size=16, verbose=0).history
-    assert wrapped.skipped_steps == 4
-    assert 1e5 < history["loss"][0] < 1e8
-    assert history["mae"][0] > 1.0
-
-
 def test_a_model_that_cannot_skip_is_refused_with_what_to_write():
-    model = make_model()
+    model, late = graph(), guarded()
     model.compile("adam", loss="mse")
     with pytest.raises(ValueError, match="tfmix.NoLossScale"):
         guards.guard(model)
     with pytest.raises(TypeError, match="model=3"):
         guards.guard(3)
-    late = guards.guard(make_model())
     late.compile("adam", loss="mse")
     with pytest.raises(ValueError, match="can be guarded only if"):
-        late.fit(*data(), verbose=0)
+        fit(late, data())
+
+
+class Student(keras.Model):
+    """Moves a frozen teacher in its training step."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = layers.Dense(4, trainable=False)
+        self.head = layers.Dense(1)
+        self.teacher = layers.Dense(1, trainable=False)
+
+    def call(self, x):
+        x = self.backbone(x)
+        return self.head(x) + 0.0 * self.teacher(x)
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        self.teacher.bias.assign(self.teacher.bias + 1.0)
+        return logs
 
 
 @pytest.mark.costly
@@ -199,32 +260,8 @@ def test_frozen_weights_are_left_alone_and_a_teacher_is_restored(
         return asked[id(variable)]
 
     monkeypatch.setattr(compilation, "may_be_written", spying)
-
-    class Student(keras.Model):
-        """Moves a frozen teacher in its training step."""
-
-        def __init__(self):
-            super().__init__()
-            self.backbone = keras.layers.Dense(4, name="backbone")
-            self.backbone.trainable = False
-            self.head = keras.layers.Dense(1, name="head")
-            self.teacher = keras.layers.Dense(1, name="teacher")
-            self.teacher.trainable = False
-
-        def call(self, x):
-            x = self.backbone(x)
-            return self.head(x) + 0.0 * self.teacher(x)
-
-        def train_step(self, data):
-            logs = super().train_step(data)
-            self.teacher.bias.assign(self.teacher.bias + 1.0)
-            return logs
-
-    model = Student()
-    optimizer = optimizers.LossScaleOptimizer("sgd")
-    model.compile(optimizer, loss="mse", **MODES[mode])
-    guards.guard(model)
-    model.fit(*data(bad_row=20), batch_size=16, verbose=0)
+    model = guards.guard(compiled(Student(), mode))
+    fit(model, data(bad=[1]))
     frozen = [id(variable.value) for variable in model.backbone.variables]
     assert [asked[one] for one in frozen] == [False, False]
     # Four steps, of which one was skipped.
@@ -233,55 +270,13 @@ def test_frozen_weights_are_left_alone_and_a_teacher_is_restored(
 
 @pytest.mark.costly
 @helpers.requires_backend("tensorflow")
-@pytest.mark.parametrize("mode", MODES)
+@EACH_MODE
 def test_seeds_move_on_in_a_skipped_step(mode):
-    model = keras.Sequential(
-        [keras.Input((4,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
-    )
-    wrapped = optimizers.LossScaleOptimizer("sgd")
-    model.compile(wrapped, loss="mse", **MODES[mode])
-    guards.guard(model)
+    model = guarded(layers.Dropout(0.5), mode=mode)
     (seed,) = model.non_trainable_variables
-    x, y = data()
-    y[0] = np.inf
     states = [helpers.to_numpy(seed).tolist()]
     for _ in range(2):
-        model.train_on_batch(x, y)
+        model.train_on_batch(*data(1, bad=[0]))
         states.append(helpers.to_numpy(seed).tolist())
-    assert wrapped.skipped_steps == 2
+    assert model.optimizer.skipped_steps == 2
     assert len(set(map(tuple, states))) == 3
-
-
-@pytest.mark.costly
-@helpers.requires_backend("tensorflow")
-@pytest.mark.parametrize("mode", MODES)
-def test_states_that_keras_does_not_list_are_as_before(mode):
-    import tensorflow as tf
-
-    class Sums(keras.layers.Layer):
-        def __init__(self):
-            super().__init__()
-            self.total = tf.Variable(0.0, trainable=False)
-
-        def call(self, inputs):
-            self.total.assign_add(tf.reduce_sum(inputs))
-            return inputs
-
-    gru = keras.layers.GRU(3, stateful=True)
-    model = keras.Sequential(
-        [keras.Input((2, 4), 16), gru, Sums(), keras.layers.Dense(1)]
-    )
-    model.compile(
-        optimizers.LossScaleOptimizer("adam"), loss="mse", **MODES[mode]
-    )
-    guards.guard(model)
-    x, y = data()
-    x = np.stack([x, x], 1)
-    model.fit(x[:32], y[:32], batch_size=16, shuffle=False, verbose=0)
-    states = [*gru.states, model.layers[1].total]
-    before = helpers.snapshot(states)
-    x[3] = np.inf
-    model.fit(x[:16], y[:16], batch_size=16, verbose=0)
-    assert model.optimizer.skipped_steps == 1
-    assert all(map(np.any, before))
-    helpers.assert_unchanged(states, before)
