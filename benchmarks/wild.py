@@ -8,29 +8,15 @@ processes. A script trains if it ends and all of its losses are finite.
 """
 
 import math
-import pathlib
-import runpy
 
 import keras
 from absl import flags, logging
 
 from benchmarks import answers, results
+from tests.wild import _scripts
 
-FOLDER = pathlib.Path(__file__).parents[1] / "tests" / "wild"
 LIBRARIES = ("Keras", "tfmix")
 POLICY = "mixed_float16"
-
-
-def scripts() -> list[str]:
-    """Returns the names of the scripts that this backend can run."""
-    others = {"tensorflow": "jax", "jax": "tensorflow"}
-    raw = f"import {others[keras.backend.backend()]}"
-    return [
-        path.stem
-        for path in sorted(FOLDER.glob("*.py"))
-        if not path.stem.startswith(("_", "test"))
-        and raw not in path.read_text()
-    ]
 
 
 def trains(script: str, library: str) -> bool:
@@ -44,7 +30,7 @@ def trains(script: str, library: str) -> bool:
 
         tfmix.set_global_policy(POLICY)
     try:
-        losses = runpy.run_path(str(FOLDER / f"{script}.py"))["main"]()
+        losses = _scripts.train(script)
     except Exception as error:
         logging.info("%s, %s: %r", script, library, error)
         return False
@@ -72,7 +58,7 @@ def main() -> int:
     """Parses, runs, prints; returns 1 if a script fails under tfmix."""
     results.parse(FLAGS)
     if FLAGS.child:
-        answers.answer([trains(one, FLAGS.child) for one in scripts()])
+        answers.answer([trains(one, FLAGS.child) for one in _scripts.places()])
         return 0
     (made,) = results.measure("wild", FLAGS, lambda: [table()], "seed 1")
     counts = made.rows[-1]

@@ -14,7 +14,7 @@ import pytest
 
 from tests import helpers, processes
 from tests.tree import ROOT
-from tests.wild import test_wild as wild
+from tests.wild import _scripts
 from tfmix import cli
 from tfmix._run import report, session
 from tfmix.policy import names
@@ -480,20 +480,19 @@ def test_processes_have_the_policy_and_backends_are_the_scripts(tmp_path):
 
 
 WILD = """
-import json, runpy, sys
+import json, sys
 import keras
+from tests.wild import _scripts
 for script in sys.argv[1:]:
     keras.utils.clear_session()
     keras.utils.set_random_seed(1)
-    main = runpy.run_path(f"{FOLDER}/{script}.py")["main"]
-    print(json.dumps([script, main(jit={JIT})]), flush=True)
+    print(json.dumps([script, _scripts.train(script, {JIT})]), flush=True)
 """
 
 
 def check_wild(scripts, folder, jit=False):
     driver, file = folder / "wild.py", folder / "report.json"
-    source = WILD.replace("{FOLDER}", str(wild.HERE))
-    driver.write_text(source.replace("{JIT}", str(jit)))
+    driver.write_text(WILD.replace("{JIT}", str(jit)))
     done = run("--policy", "mixed_float16", "--json", file, driver, *scripts)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line[:1] == "["]
@@ -514,14 +513,8 @@ def test_ten_scripts_of_others_run(tmp_path):
     check_wild(QUICK[BACKEND], tmp_path, jit=BACKEND == "jax")
 
 
-def runs_here(script):
-    source = (wild.HERE / f"{script}.py").read_text()
-    other = {"tensorflow": "jax", "jax": "tensorflow"}[BACKEND]
-    return f"import {other}" not in source
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [*filter(runs_here, wild.SCRIPTS)])
+@pytest.mark.parametrize("script", _scripts.places())
 def test_every_script_of_others_runs(script, tmp_path):
     pytest.importorskip("sklearn", reason="the scripts' data come with it")
     check_wild([script], tmp_path)

@@ -3,32 +3,12 @@
 import jax
 import jax.numpy as jnp
 import keras
-import numpy as np
-from keras import layers
-from sklearn import datasets
 
-
-def tokens():
-    loaders = "digits iris wine breast_cancer diabetes".split()
-    texts = [getattr(datasets, f"load_{name}")().DESCR for name in loaders]
-    words = " ".join(texts).split()
-    vocabulary, ids = np.unique(words, return_inverse=True)
-    return len(vocabulary), ids.astype("int32")
+from tests.wild import _fit
 
 
 def main(jit=False):
-    count, ids = tokens()
-    starts = np.random.default_rng(0).integers(0, len(ids) - 65, 32 * 24)
-    lines = np.stack([ids[i : i + 65] for i in starts])
-    model = keras.Sequential(
-        [
-            keras.Input((64,), dtype="int32"),
-            layers.Embedding(count, 32),
-            layers.Conv1D(64, 4, padding="causal", activation="gelu"),
-            layers.LayerNormalization(),
-            layers.Dense(count),
-        ]
-    )
+    model, batches = _fit.text()
     optimizer = keras.optimizers.Adam(0.01)
     optimizer.build(model.trainable_variables)
     loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -49,7 +29,7 @@ def main(jit=False):
     these = model.trainable_variables, model.non_trainable_variables
     state = [[v.value for v in vs] for vs in (*these, optimizer.variables)]
     losses = []
-    for batch in np.split(lines, 24):
+    for batch in batches:
         loss, state = step(*state, batch[:, :-1], batch[:, 1:])
         losses.append(float(loss))
     return losses

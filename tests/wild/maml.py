@@ -3,19 +3,12 @@
 import keras
 import numpy as np
 import tensorflow as tf
-from keras import layers
+
+from tests.wild import _fit
 
 
 def main(jit=False):
-    rng = np.random.default_rng(0)
-    model = keras.Sequential(
-        [
-            keras.Input((1,)),
-            layers.Dense(40, activation="tanh"),
-            layers.Dense(40, activation="tanh"),
-            layers.Dense(1),
-        ]
-    )
+    model, batches = _fit.sines()
     optimizer = keras.optimizers.Adam(1e-3)
     optimizer.build(model.trainable_variables)
 
@@ -44,9 +37,6 @@ def main(jit=False):
         return total
 
     losses = []
-    for _ in range(32):
-        x = rng.uniform(-5, 5, (4, 20, 1)).astype("float32")
-        high, phase = rng.uniform(0.5, 2, (2, 4, 1, 1))
-        y = (high * np.sin(x + phase)).astype("float32")
+    for x, y in batches:
         losses.append(float(step(tf.constant(x), tf.constant(y))))
     return [np.mean(losses[:8]), np.mean(losses[-8:])]

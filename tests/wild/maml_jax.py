@@ -4,19 +4,12 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
-from keras import layers
+
+from tests.wild import _fit
 
 
 def main(jit=False):
-    rng = np.random.default_rng(0)
-    model = keras.Sequential(
-        [
-            keras.Input((1,)),
-            layers.Dense(40, activation="tanh"),
-            layers.Dense(40, activation="tanh"),
-            layers.Dense(1),
-        ]
-    )
+    model, batches = _fit.sines()
     optimizer = keras.optimizers.Adam(1e-3)
     optimizer.build(model.trainable_variables)
     frozen = [v.value for v in model.non_trainable_variables]
@@ -43,10 +36,7 @@ def main(jit=False):
     used = model.trainable_variables, optimizer.variables
     state = [[v.value for v in variables] for variables in used]
     losses = []
-    for _ in range(32):
-        x = rng.uniform(-5, 5, (4, 20, 1)).astype("float32")
-        high, phase = rng.uniform(0.5, 2, (2, 4, 1, 1))
-        y = (high * np.sin(x + phase)).astype("float32")
+    for x, y in batches:
         loss, state = step(*state, x, y)
         losses.append(float(loss))
     return [np.mean(losses[:8]), np.mean(losses[-8:])]
