@@ -34,13 +34,6 @@ def in_thread(function):
     return found[0]
 
 
-def test_only_the_asking_thread_runs_eagerly(is_eager):
-    with compilation.nothing_traced():
-        assert is_eager()
-        assert not in_thread(is_eager)
-    assert not is_eager()
-
-
 def test_a_block_inside_a_block_ends_neither(is_eager):
     with compilation.nothing_traced():
         with compilation.nothing_traced():

@@ -17,36 +17,24 @@ def ours(original):
     return lambda: "ours"
 
 
-def test_a_replacement_is_listed_until_it_is_restored():
-    original = vars(Owner)["method"]
-    place = (Owner, "method")
+def test_a_place_is_listed_once_until_all_have_restored_it():
+    original, place = vars(Owner)["method"], (Owner, "method")
     first, second = replacements.Replacements(), replacements.Replacements()
     before = replacements.replaced()
+    other = (Owner, "value")
     first.set({place: ours})
-    second.set({(Owner, "value"): lambda value: value + 1})
-    assert set(replacements.replaced()) - set(before) == {
-        place,
-        (Owner, "value"),
-    }
+    second.set({place: ours, other: lambda value: value + 1})
+    listed = replacements.replaced()
+    assert set(listed) - set(before) == {place, other}
+    assert listed.count(place) == 1
     assert first.places() == [place]
-    first.set({})
+    assert (Owner.method(), Owner.value) == ("ours", 2)
     second.set({})
+    assert Owner.method() == "ours"
+    first.set({})
     assert replacements.replaced() == before
     assert vars(Owner)["method"] is original
     assert Owner.value == 1
-
-
-def test_a_place_that_two_have_replaced_is_listed_once():
-    place = (Owner, "method")
-    first, second = replacements.Replacements(), replacements.Replacements()
-    before = replacements.replaced()
-    first.set({place: ours})
-    second.set({place: ours})
-    assert replacements.replaced().count(place) == 1
-    second.set({})
-    first.set({})
-    assert replacements.replaced() == before
-    assert Owner.method() == "theirs"
 
 
 def test_a_swapped_attribute_comes_back_or_goes():

@@ -45,27 +45,28 @@ def test_views_in_bfloat16_are_slots_too():
     assert len(slots_by_variable.slots(inner)) == 2
 
 
-def test_a_list_that_does_not_name_its_variables_is_not_guessed_at():
-    class Own(keras.optimizers.SGD):
-        def build(self, known):
-            super().build(known)
-            self.sums = [
-                self.add_variable(variable.shape, name=f"sum_{number}")
-                for number, variable in enumerate(known)
-            ]
+class Unnamed(keras.optimizers.SGD):
+    """Has a list that does not name its variables."""
 
-    optimizer = Own(0.1)
-    optimizer.build(variables())
-    assert slots_by_variable.slots(optimizer) is None
+    def build(self, known):
+        super().build(known)
+        self.sums = [
+            self.add_variable(variable.shape, name=f"sum_{number}")
+            for number, variable in enumerate(known)
+        ]
 
 
-def test_a_variable_beside_the_slots_is_not_forgotten():
-    class Own(keras.optimizers.SGD):
-        def build(self, known):
-            super().build(known)
-            self.shared = self.add_variable((3,), name="shared")
+class Beside(keras.optimizers.SGD):
+    """Has a variable beside the slots."""
 
-    optimizer = Own(0.1, momentum=0.9)
+    def build(self, known):
+        super().build(known)
+        self.shared = self.add_variable((3,), name="shared")
+
+
+@pytest.mark.parametrize("kind", [Unnamed, Beside])
+def test_variables_of_unknown_meaning_are_not_guessed_at(kind):
+    optimizer = kind(0.1, momentum=0.9)
     optimizer.build(variables())
     assert slots_by_variable.slots(optimizer) is None
 

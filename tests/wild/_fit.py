@@ -13,6 +13,10 @@ def conv():
     return layers.Conv2D(8, 3, padding="same")
 
 
+def embed():
+    return layers.Embedding(20, 16)
+
+
 def pool(axes):
     return getattr(layers, f"GlobalAveragePooling{axes}D")()
 
@@ -24,12 +28,19 @@ def rows(jit, *first):
     return losses(model, *numbers())
 
 
+def series(jit, shape, *first):
+    """Fits the layers to series of numbers, by their sums."""
+    x = np.random.default_rng(0).normal(size=(64, *shape)).astype("float32")
+    model = keras.Sequential([*first, layers.Dense(1)])
+    model.compile("adam", "mse", jit_compile=jit)
+    return losses(model, x, x.sum((1, 2))[:, None])
+
+
 def tokens(jit, *first):
     """Fits the layers to sequences of 8 tokens, of two classes."""
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 20, (64, 8)), rng.integers(0, 2, 64)
-    head = layers.Dense(1, activation="sigmoid")
-    model = keras.Sequential([layers.Embedding(20, 16), *first, head])
+    model = keras.Sequential([*first, layers.Dense(1, activation="sigmoid")])
     model.compile("adam", "binary_crossentropy", jit_compile=jit)
     return losses(model, x, y)
 

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 from keras import layers, ops
 
-from tests.wild._fit import dense, rows, tokens
+from tests.wild._fit import dense, embed, rows, tokens
 
 
 class DropPath(layers.Layer):
@@ -92,7 +92,7 @@ SCRIPTS = {
     "epsilon_1e30": lambda jit: rows(jit, dense(), SoftMax1()),
     "epsilon_1e9": lambda jit: rows(jit, dense(), Standardise()),
     "highway_numpy_bias": lambda jit: rows(jit, dense(), Highway()),
-    "mask_1e30": lambda jit: tokens(jit, MaskedMax()),
+    "mask_1e30": lambda jit: tokens(jit, embed(), MaskedMax()),
     "ops_ones_in_call": lambda jit: rows(jit, layers.Dense(8), Extended()),
     "time2vec": lambda jit: rows(jit, Time2Vec()),
 }

@@ -5,7 +5,16 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from tests.wild._fit import conv, dense, images, pool, rows, tokens
+from tests.wild._fit import (
+    conv,
+    dense,
+    embed,
+    images,
+    pool,
+    rows,
+    series,
+    tokens,
+)
 
 
 class RandomColorAffine(layers.Layer):
@@ -114,6 +123,24 @@ class Scale(layers.Layer):
 
 def tower(units):
     return keras.Sequential([layers.Dense(units, activation="relu"), Scale()])
+
+
+class MinimalCell(layers.Layer):
+    """A user's own recurrent cell that adds a float32 constant."""
+
+    def __init__(self, units, **kwargs):
+        super().__init__(**kwargs)
+        self.units = self.state_size = units
+        self.dense = layers.Dense(units)
+
+    def build(self, shape):
+        self.dense.build((shape[0], shape[1] + self.units))
+        self.decay = tf.fill((self.units,), 0.9)
+
+    def call(self, x, states):
+        (h,) = states
+        h = self.decay * h + tf.tanh(self.dense(tf.concat([x, h], -1)))
+        return h, [h]
 
 
 class Patches(layers.Layer):
@@ -233,6 +260,20 @@ class Clipped(layers.Layer):
         return tf.where(x > limit, limit, x)
 
 
+TABLE = tf.constant([[0.1] * 8, [0.2] * 8, [0.3] * 8, [0.4] * 8])
+
+
+def lambdas():
+    """Lambdas with raw TensorFlow, and one inside `TimeDistributed`."""
+    weights = tf.linspace(0.5, 1.5, 8)
+    return (
+        layers.TimeDistributed(layers.Dense(8, activation="relu")),
+        layers.Lambda(lambda t: t + TABLE),
+        layers.TimeDistributed(layers.Lambda(lambda t: t * weights)),
+        layers.LSTM(8),
+    )
+
+
 SCRIPTS = {
     "color_affine": lambda jit: images(
         jit,
@@ -242,27 +283,38 @@ SCRIPTS = {
         pool(2),
     ),
     "cutout_layer": lambda jit: images(jit, conv(), Cutout(), pool(2)),
-    "fnet": lambda jit: tokens(jit, FNetBlock(16), pool(1)),
-    "graph_convolution": lambda jit: tokens(jit, GraphConvolution(), pool(1)),
+    "fnet": lambda jit: tokens(jit, embed(), FNetBlock(16), pool(1)),
+    "graph_convolution": lambda jit: tokens(
+        jit, embed(), GraphConvolution(), pool(1)
+    ),
+    "lambda_raw_tf": lambda jit: series(jit, (4, 6), *lambdas()),
     "mixture_of_experts": lambda jit: rows(jit, dense(), Experts()),
     "mixup_layer": lambda jit: images(jit, conv(), Mixup(), pool(2)),
     "nested_models": lambda jit: rows(
         jit, keras.Sequential([tower(16), tower(8)])
     ),
+    "own_rnn_cell": lambda jit: series(
+        jit, (5, 4), keras.Input((5, 4)), layers.RNN(MinimalCell(8))
+    ),
     "patches_and_positions": lambda jit: images(
         jit, conv(), Patches(), pool(1)
     ),
-    "spectral_filter": lambda jit: tokens(jit, GlobalFilter(), pool(1)),
+    "spectral_filter": lambda jit: tokens(
+        jit, embed(), GlobalFilter(), pool(1)
+    ),
     "squeeze_excite": lambda jit: images(
         jit, conv(), SqueezeExcite(8), pool(2)
     ),
-    "table_of_constants": lambda jit: tokens(jit, Positions(), pool(1)),
+    "table_of_constants": lambda jit: tokens(
+        jit, embed(), Positions(), pool(1)
+    ),
     "time_distributed": lambda jit: tokens(
         jit,
+        embed(),
         layers.TimeDistributed(Decay()),
         layers.Bidirectional(layers.GRU(8)),
     ),
-    "transformer_block": lambda jit: tokens(jit, Block(16), pool(1)),
+    "transformer_block": lambda jit: tokens(jit, embed(), Block(16), pool(1)),
     "vector_quantizer": lambda jit: rows(jit, dense(), VectorQuantizer()),
     "wavelet_lambda": lambda jit: rows(
         jit, layers.Dense(16), layers.Lambda(spectrogram), layers.Flatten()

@@ -82,6 +82,17 @@ class Siamese(Trained):
         return tf.reduce_mean(tf.maximum(near - far + tf.ones_like(near), 0.0))
 
 
+class Masked(Trained):
+    """Masked autoencoding: single layers are called in the step."""
+
+    def loss_of(self, x):
+        keep = tf.cast(tf.random.uniform(tf.shape(x)) > 0.3, tf.float32)
+        embed, decode = self.net.layers
+        h = embed(x * keep)
+        guess = decode(h + tf.random.normal(tf.shape(h), stddev=0.01))
+        return tf.reduce_mean((1 - keep) * (guess - x) ** 2)
+
+
 class SharpnessAware(Trained):
     """SAM: gradients, a step uphill, gradients again."""
 
@@ -124,6 +135,8 @@ class Ranking(Trained):
 def on_inputs(jit, model, rows=64, batch_size=16, epochs=4):
     """Fits a model that learns from its inputs alone."""
     x, _ = _fit.numbers(rows)
+    if isinstance(model, Masked):
+        model(x[:1])
     model.compile("adam", jit_compile=jit)
     how = {"batch_size": batch_size, "epochs": epochs}
     return _fit.losses(model, x, name="total", **how)
@@ -144,6 +157,7 @@ SCRIPTS = {
     "diffusion": lambda jit: on_inputs(jit, Denoiser(32, 8), 1024, 256, 16),
     "in_top_k": lambda jit: on_targets(jit, Ranking(units=5)),
     "physics_informed": lambda jit: on_targets(jit, Physics(activation="tanh")),
+    "plain_layers_in_step": lambda jit: on_inputs(jit, Masked(units=8)),
     "sharpness_aware": lambda jit: on_targets(jit, SharpnessAware()),
     "siamese_triplet": lambda jit: on_inputs(jit, Siamese(units=4)),
 }
