@@ -27,7 +27,7 @@ PLACES: tuple[replacements.Place, ...] = (
         )
     ),
     (keras.Layer, "add_loss"),
-    # It sums the added losses. Those from before tfmix was active may be 16-bit,
-    # and TensorFlow cannot add them to the compiled loss.
+    # It sums the added losses. Those from before tfmix was active may be
+    # 16-bit, and TensorFlow cannot add them to the compiled loss.
     (training.TRAINER, "_aggregate_additional_loss"),
 )

@@ -54,9 +54,10 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
 
     It is active in all threads and survives `keras.utils.clear_session()`.
     Inside a `policy_scope` of the same thread it lasts until the scope ends.
-    `"float32"` switches tfmix off: new layers are those of plain Keras. Until then,
-    `compile` scales and guards every model whose layers compute in 16 bit. This
-    includes copies, loaded models and Keras's own, with or without a policy.
+    `"float32"` switches tfmix off: new layers are those of plain Keras. Until
+    then, `compile` scales and guards every model whose layers compute in 16
+    bit. This includes copies, loaded models and Keras's own, with or without a
+    policy.
 
     Args:
         policy: A name (see `Policy`), a `Policy`, or any
