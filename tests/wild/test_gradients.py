@@ -38,7 +38,8 @@ QUICK = {
         a_variable_as_input-eager a_variable_as_input-graph
         heads_of_unlike_losses-eager heads_of_unlike_losses-jit
         forces_by_a_sequential-jit forces_by_a_functional-eager
-        complex_argument-eager
+        complex_argument-eager one_output_by_another-eager
+        penalty_on_a_gradient_of_weights-nested
     """,
 }[ON_JAX].split()
 # In a `tf.function`, float32 or tfmix has no gradient of the first three, and
@@ -878,7 +879,7 @@ def test_an_error_of_one_percent_in_one_gradient_shows():
     assert max(errors(right, found)) > WITHIN
 
 
-@pytest.mark.parametrize("exponent", [-24, -10, 15, 24])
+@pytest.mark.parametrize("exponent", [-60, -24, 15, 60])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_power_of_two_in_front_of_a_loss_changes_no_bit(exponent, mode):
     one, scaled = (
