@@ -10,6 +10,7 @@ from keras import layers
 
 import tfmix
 from tests import helpers
+from tests.gradient_scaling import test_weight_gradients as weights
 from tfmix._keras import compilation
 
 if keras.backend.backend() == "tensorflow":
@@ -19,28 +20,7 @@ if keras.backend.backend() == "tensorflow":
 else:
     pytestmark = helpers.requires_backend("tensorflow")
 
-MODELS = {
-    "dense": lambda: [keras.Input((8,)), layers.Dense(16)],
-    "einsum": lambda: [
-        keras.Input((4, 8)),
-        layers.EinsumDense("abc,cde->abde", (None, 2, 4)),
-    ],
-    "conv": lambda: [keras.Input((8, 8, 4)), layers.Conv2D(8, 3)],
-    "pointwise": lambda: [
-        keras.Input((8, 8, 4)),
-        layers.Conv2D(8, 1, strides=2),
-    ],
-    "conv1d": lambda: [keras.Input((8, 4)), layers.Conv1D(8, 3)],
-    "conv3d": lambda: [keras.Input((4, 4, 4, 4)), layers.Conv3D(8, 3)],
-    "separable": lambda: [keras.Input((8, 8, 4)), layers.SeparableConv2D(8, 3)],
-    "transposed": lambda: [
-        keras.Input((4, 4, 4)),
-        layers.Conv2DTranspose(8, 3),
-    ],
-    "lstm": lambda: [keras.Input((6, 4)), layers.LSTM(8)],
-    "gru": lambda: [keras.Input((6, 4)), layers.Bidirectional(layers.GRU(8))],
-    "conv_lstm": lambda: [keras.Input((3, 6, 6, 2)), layers.ConvLSTM2D(4, 3)],
-}
+MODELS = {*weights.MODELS} - {"embedding", "layer_norm", "terms"}
 PRODUCTS = ("MatMul", "Conv", "Depthwise", "Einsum")
 
 
@@ -89,14 +69,15 @@ def gradients_of(model):
 
 def step(name, policy):
     tfmix.set_global_policy(policy)
-    model = keras.Sequential(MODELS[name]())
-    x = tf.zeros((4, *model.input_shape[1:]))
-    return gradients_of(model).get_concrete_function(x)
+    make, x = weights.MODELS[name]
+    model = keras.Sequential(make())
+    model(x)
+    return gradients_of(model).get_concrete_function(tf.constant(x))
 
 
 @pytest.mark.costly
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", sorted(MODELS))
 def test_a_gpu_multiplies_16_bit_factors(name, policy):
     with compilation.compiled_for("cuda"):
         found = product_dtypes(step(name, policy).graph)

@@ -1,6 +1,7 @@
 """A 16-bit layer's weights get their gradients in float32."""
 
 import contextlib
+import itertools
 
 import keras
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from keras import layers, ops
 
 import tfmix
-from tests import helpers
+from tests import helpers, steps
 from tfmix._keras import compilation
 from tfmix.gradient_scaling import weight_gradients
 
@@ -54,84 +55,85 @@ class Tied(layers.Layer):
         return ops.matmul(self.table(ids), ops.transpose(self.table.embeddings))
 
 
-def stack(*some):
-    return lambda: keras.Sequential([make() for make in some])
+class Repeated(layers.Layer):
+    """Multiplies by one weight eight times."""
+
+    def build(self, shape):
+        self.dense = layers.Dense(shape[-1], "tanh")
+        self.dense.build(shape)
+
+    def call(self, x):
+        for _ in range(8):
+            x = self.dense(x)
+        return x
+
+
+class Terms(layers.Layer):
+    """Adds and subtracts weights in every way that broadcasting allows."""
+
+    TERMS = ops.add, ops.subtract, lambda x, weight: ops.subtract(weight, x)
+    SHAPES = (3,), (2, 1), (1, 2, 3), (4, 2, 3), ()
+
+    def build(self, _):
+        self.terms = [
+            (term, self.add_weight(shape=shape, initializer="uniform"))
+            for term in self.TERMS
+            for shape in self.SHAPES
+        ]
+
+    def call(self, x):
+        return sum(term(x, weight) for term, weight in self.terms)
 
 
 def adapted():
-    model = keras.Sequential([keras.Input((10,)), layers.Dense(8)])
-    model.layers[0].enable_lora(2)
-    model.layers[0].lora_kernel_b.assign(np.ones((2, 8)))
-    return model
+    layer = layers.Dense(8)
+    layer.build((None, 10))
+    layer.enable_lora(2)
+    layer.lora_kernel_b.assign(np.ones((2, 8)))
+    return [layer]
 
 
-def shared():
-    layer = layers.Dense(16, "tanh")
-    x = inputs = keras.Input((16,))
-    for _ in range(8):
-        x = layer(x)
-    return keras.Model(inputs, x)
-
-
+EINSUM = "abc,cde->abde", (None, 4, 6)
+ROWS, TEXT, PIXELS = normal(64, 10), normal(8, 12, 5), normal(4, 16, 16, 4)
+# The layers of a model, and its inputs.
 MODELS = {
-    "dense": (stack(lambda: layers.Dense(16)), normal(64, 10)),
-    "einsum": (
-        stack(lambda: layers.EinsumDense("abc,cde->abde", (None, 4, 6))),
-        normal(8, 12, 10),
-    ),
-    "conv": (
-        stack(
-            lambda: layers.Conv2D(8, 3, padding="same"),
-            lambda: layers.Conv2D(4, 1, strides=2),
-        ),
-        normal(4, 16, 16, 3),
-    ),
-    "grouped": (
-        stack(lambda: layers.Conv2D(8, 3, groups=2)),
-        normal(4, 16, 16, 4),
-    ),
-    "causal": (
-        stack(lambda: layers.Conv1D(8, 3, padding="causal")),
-        normal(4, 16, 4),
-    ),
-    "depthwise": (
-        stack(lambda: layers.DepthwiseConv2D(3)),
-        normal(4, 16, 16, 4),
-    ),
-    "separable": (
-        stack(lambda: layers.SeparableConv2D(6, 3)),
-        normal(4, 16, 16, 4),
-    ),
-    "transposed": (
-        stack(lambda: layers.Conv2DTranspose(6, 3, strides=2)),
-        normal(4, 8, 8, 4),
-    ),
-    "lstm": (stack(lambda: layers.LSTM(8)), normal(8, 12, 5)),
-    "gru": (stack(lambda: layers.GRU(8, reset_after=False)), normal(8, 12, 5)),
-    "embedding": (stack(lambda: layers.Embedding(50, 16)), IDS),
-    "tied": (stack(Tied), IDS),
+    "dense": (lambda: [layers.Dense(16)], ROWS),
+    "einsum": (lambda: [layers.EinsumDense(*EINSUM)], normal(8, 12, 10)),
+    "conv": (lambda: [layers.Conv2D(8, 3, padding="same")], PIXELS),
+    "pointwise": (lambda: [layers.Conv2D(4, 1, strides=2)], PIXELS),
+    "grouped": (lambda: [layers.Conv2D(8, 3, groups=2)], PIXELS),
+    "causal": (lambda: [layers.Conv1D(8, 3, padding="causal")], TEXT),
+    "conv3d": (lambda: [layers.Conv3D(8, 3)], normal(4, 4, 4, 4, 4)),
+    "depthwise": (lambda: [layers.DepthwiseConv2D(3)], PIXELS),
+    "separable": (lambda: [layers.SeparableConv2D(6, 3)], PIXELS),
+    "transposed": (lambda: [layers.Conv2DTranspose(6, 3, strides=2)], PIXELS),
+    "lstm": (lambda: [layers.LSTM(8)], TEXT),
+    "gru": (lambda: [layers.GRU(8, reset_after=False)], TEXT),
+    "both_ways": (lambda: [layers.Bidirectional(layers.GRU(8))], TEXT),
+    "conv_lstm": (lambda: [layers.ConvLSTM2D(4, 3)], normal(2, 3, 6, 6, 2)),
+    "embedding": (lambda: [layers.Embedding(50, 16)], IDS),
+    "tied": (lambda: [Tied()], IDS),
     "batch_norm": (
-        stack(layers.BatchNormalization, lambda: layers.Dense(4)),
-        normal(64, 10),
+        lambda: [layers.BatchNormalization(), layers.Dense(4)],
+        ROWS,
     ),
     "layer_norm": (
-        stack(layers.LayerNormalization, layers.RMSNormalization),
-        normal(64, 10),
+        lambda: [layers.LayerNormalization(), layers.RMSNormalization()],
+        ROWS,
     ),
-    "own": (stack(Own), normal(64, 10)),
-    "adapted": (adapted, normal(64, 10)),
-    "shared": (shared, normal(64, 16)),
+    "own": (lambda: [Own()], ROWS),
+    "terms": (lambda: [layers.Dense(3), Terms()], normal(1, 2, 3)),
+    "adapted": (adapted, ROWS),
+    "shared": (lambda: [Repeated()], normal(64, 16)),
 }
-QUICK = {(name, way) for name in MODELS for way in ("jit", WAYS[-1])} | {
-    (name, way) for name in ("dense", "conv", "tied") for way in WAYS
-}
+QUICK = {("dense", WAYS[-1]), ("terms", "eager")}
 
 
 def gradients(policy, name, way, weights=None):
     tfmix.set_global_policy(policy)
     keras.utils.set_random_seed(0)
     make, x = MODELS[name]
-    model = make()
+    model = keras.Sequential(make())
     model(x[:2])
     if weights is not None:
         model.set_weights(weights)
@@ -173,16 +175,10 @@ def traced(way):
     return for_gpu if "gpu" in way else contextlib.nullcontext()
 
 
-def cases():
-    for name in MODELS:
-        for way in WAYS:
-            marks = [] if (name, way) in QUICK else [pytest.mark.slow]
-            yield pytest.param(name, way, marks=marks)
-
-
-@pytest.mark.costly
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-@pytest.mark.parametrize(("name", "way"), list(cases()))
+@pytest.mark.parametrize(
+    ("name", "way"), helpers.quick_are(QUICK, itertools.product(MODELS, WAYS))
+)
 def test_gradients_are_those_of_float32(name, way, policy):
     right, weights = gradients("float32", name, way)
     found, _ = gradients(policy, name, way, weights)
@@ -248,15 +244,15 @@ class Alone(layers.Layer):
 @pytest.mark.parametrize(
     ("make", "x"),
     [
-        (lambda: layers.SeparableConv2D(8, 3), 100 + normal(4, 32, 32, 4)),
-        (lambda: layers.SeparableConv1D(8, 3), 100 + normal(4, 1024, 4)),
-        (lambda: layers.PReLU(shared_axes=[1]), -100 + normal(4, 1024, 4)),
-        (Alone, 100 + normal(4096, 8)),
+        (lambda: [layers.SeparableConv2D(8, 3)], 100 + normal(4, 32, 32, 4)),
+        (lambda: [layers.SeparableConv1D(8, 3)], 100 + normal(4, 1024, 4)),
+        (lambda: [layers.PReLU(shared_axes=[1])], -100 + normal(4, 1024, 4)),
+        (lambda: [Alone()], 100 + normal(4096, 8)),
     ],
 )
 @pytest.mark.parametrize("way", ["jit", WAYS[-1]])
 def test_a_sum_beyond_float16_is_that_of_float32(way, make, x, monkeypatch):
-    monkeypatch.setitem(MODELS, "large", (stack(make), x))
+    monkeypatch.setitem(MODELS, "large", (make, x))
     right, weights = gradients("float32", "large", way)
     found, _ = gradients("mixed_float16", "large", way, weights)
     for a, b in zip(right, found, strict=True):
@@ -315,6 +311,67 @@ def test_the_function_chosen_for_a_weight_multiplies_by_it():
     weight_gradients.choose(layer.w, None)
     for one, other in zip(layer(x), before, strict=True):
         helpers.assert_same_bits(one, other)
+
+
+@helpers.requires_backend("tensorflow")
+def test_a_call_that_nobody_differentiates_makes_no_gradients(monkeypatch):
+    import tensorflow as tf
+
+    tfmix.set_global_policy("mixed_float16")
+    x = tf.ones((1, 4, 4, 2))
+    model = keras.Sequential([layers.Conv2D(2, 2), layers.Dense(2)])
+    model(x)
+    prepared = []
+    for name in ("contracted", "combined", "convolved"):
+        original = getattr(weight_gradients.products, name)
+
+        def note(*args, original=original, **kwargs):
+            prepared.append(original)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(weight_gradients.products, name, note)
+    expected = model(x)
+    np.testing.assert_array_equal(tf.function(model)(x), expected)
+    assert not prepared
+    with tf.GradientTape():
+        np.testing.assert_array_equal(model(x), expected)
+    # A convolution and a product, with a bias each.
+    assert len(prepared) == 4
+
+
+SHARES = np.random.default_rng(0).random((8192, 512)).astype("float32") / 16
+
+
+@pytest.mark.costly
+@helpers.requires_backend("jax")
+@pytest.mark.parametrize("mode", steps.MODES)
+def test_a_bias_gets_the_sum_of_all_rows(mode):
+    import jax
+
+    tfmix.set_global_policy("mixed_float16")
+
+    def total(bias, shares):
+        rows = ops.zeros(shares.shape, dtype="float16")
+        return ops.sum(ops.cast(ops.add(rows, bias), "float32") * shares)
+
+    gradient = steps.compiled(jax.grad(total), mode)
+    found, exact = gradient(ops.zeros((512,), "float16"), SHARES), SHARES.sum(0)
+    assert found.dtype == "float16"
+    # This is half a unit of the last place; a sum in float16 is off by three
+    # times that.
+    assert np.abs(found - exact).max() < 0.0007 * exact.max()
+
+
+@helpers.requires_backend("jax")
+def test_a_sum_with_a_bias_and_its_forward_mode_do_not_change():
+    import jax
+
+    x, bias = ops.ones((3, 2), "float16"), ops.array([1e-3, 5.0], "float16")
+    plain = ops.add(x, bias)
+    tfmix.set_global_policy("mixed_float16")
+    found = [ops.add(x, bias), *jax.jvp(ops.add, (x, bias), (x, bias))]
+    for each in found:
+        helpers.assert_same_bits(each, plain)
 
 
 @helpers.requires_backend("jax")
