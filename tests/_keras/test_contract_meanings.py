@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests._keras.contracts import jax_only, tensorflow_only
-from tfmix._keras import global_state, gradients
+from tfmix._keras import global_state, gradients, optimizers
 
 
 @tensorflow_only
@@ -174,3 +174,13 @@ def test_what_tensorflow_tracks_starts_with_self(make, tmp_path):
     new = set(vars(tracked)) - before
     assert new
     assert all(name.startswith("_self_") for name in new)
+
+
+def test_the_tracker_adds_only_variables_it_does_not_know():
+    sgd = keras.optimizers.SGD()
+    before = len(sgd.variables)
+    known, unknown = keras.Variable([1.0]), keras.Variable([1.0])
+    optimizers.count_as_tracked(sgd, known)
+    sgd.known, sgd.unknown = known, unknown
+    assert len(sgd.variables) == before + 1
+    assert sgd.variables[-1] is unknown

@@ -434,6 +434,9 @@ def test_data_that_is_not_finite_is_named_once_with_its_rows(name, lost):
     # A layer that could not be judged is not called fine.
     judged = [row for row in report.rows if row.verdict == "ok"]
     assert all(np.isfinite(row.relative_error) for row in judged)
+    # The other rows are judged, in both directions.
+    if count < 8:
+        assert {"forward", "backward"} <= {row.phase for row in judged}
     with pytest.raises(ValueError, match=f"first at '{name}'"):
         report.suggested_policy(progress=False)
 

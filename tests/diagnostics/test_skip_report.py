@@ -81,16 +81,6 @@ def too_large_inputs_of_an_unwrapped_optimizer(data):
 
 
 @cause(
-    "16 of 16 steps of epoch 1 were skipped: ...`x` holds NaN or infinity in "
-    "1 of 16 rows (3); drop or ...Also, `x` reaches 1e+05 and float16 ends"
-)
-def bad_rows_and_too_large_inputs(data):
-    data["x"][:] = 1e5
-    data["x"][3] = np.nan
-    return compiled()
-
-
-@cause(
     "the output of layer 'last' is not finite (targets reach 1e+0..."
     'float16 ends at 65504); give it `dtype="float32"`'
 )
@@ -101,14 +91,25 @@ def too_large_targets_of_a_float16_head(data):
     return model
 
 
-@cause(
-    "the output of layer 'square' is not finite; give it `dtype=\"float32\"`"
-)
+def square():
+    return keras.layers.Lambda(lambda x: x * x, name="square")
+
+
+@cause("skipped: the output of layer 'square' is not finite; give it `dtype=")
 def a_layer_that_overflows(data):
     data["x"][:] = 300.0
-    return stack(
-        lambda: keras.layers.Lambda(lambda x: x * x, name="square"), dense
-    )
+    return stack(square, dense)
+
+
+@cause(
+    "16 of 16 steps of epoch 1 were skipped: `x` holds NaN or infinity in 1 of "
+    "16 rows (3); drop or ...Also, the output of layer 'square' is not finite"
+)
+def bad_rows_and_a_layer_that_overflows(data):
+    data["x"][:] = 300.0
+    data["x"][3] = np.inf
+    # The first layer's output is not finite in the bad row.
+    return stack(lambda: keras.layers.Rescaling(1.0), square, dense)
 
 
 @cause("skipped: the output of layer 'last' is not finite (targets reach 1e+06")
