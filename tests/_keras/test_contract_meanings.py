@@ -7,8 +7,13 @@ import keras
 import numpy as np
 import pytest
 
-from tests._keras.contracts import jax_only, tensorflow_only
-from tfmix._keras import global_state, gradients, optimizers
+from tfmix._keras import (
+    global_state,
+    gradients,
+    layers,
+    optimizers,
+    training,
+)
 
 
 @tensorflow_only
@@ -184,3 +189,58 @@ def test_the_tracker_adds_only_variables_it_does_not_know():
     sgd.known, sgd.unknown = known, unknown
     assert len(sgd.variables) == before + 1
     assert sgd.variables[-1] is unknown
+
+
+@tensorflow_only
+@pytest.mark.parametrize(("factor", "left"), [(1.0, 0.9), (2.0, 0.8)])
+def test_apply_takes_what_sums_the_gradients_over_the_replicas(factor, left):
+    sgd, variable, calls = keras.optimizers.SGD(0.1), keras.Variable([1.0]), []
+    sgd.build([variable])
+
+    def total(pairs):
+        calls.append([variable for _, variable in pairs])
+        return [(factor * gradient, variable) for gradient, variable in pairs]
+
+    vars(sgd)["_all_reduce_sum_gradients"] = total
+    sgd.apply([keras.ops.ones((1,))], [variable])
+    assert calls == [[variable.value]]
+    assert float(variable.value[0]) == pytest.approx(left)
+
+
+def test_preprocessing_layers_have_one_base_above_rescaling():
+    assert layers.DATA_LAYER.__name__ in ("DataLayer", "TFDataLayer")
+    for name in (
+        *("Normalization", "Discretization", "CategoryEncoding"),
+        *("RandomFlip", "CenterCrop", "MelSpectrogram"),
+    ):
+        assert issubclass(getattr(keras.layers, name), layers.DATA_LAYER)
+    assert not issubclass(keras.layers.Dense, layers.DATA_LAYER)
+
+
+def test_the_call_context_names_the_outermost_layer():
+    entries, x = [], np.ones((2, 3, 4))
+
+    class Inner(keras.layers.Layer):
+        def call(self, inputs):
+            entries.append(global_state.entry_layer())
+            return inputs
+
+    inner = Inner()
+    model = keras.Sequential([inner])
+    model.build((2, 3, 4))
+    entries.clear()
+    model(x)
+    inner(x)
+    assert entries == [model, inner]
+    assert global_state.entry_layer() is None
+
+
+@pytest.mark.costly
+def test_metrics_of_compile_are_known_before_they_are_built():
+    model = with_metrics()
+    (given,) = model._compile_metrics._user_metrics
+    assert given not in model.metrics
+    assert given in training.metrics(model)
+    x = np.ones((2, 3, 4))
+    model.fit(x, 0.0 * model.predict(x, verbose=0), verbose=0)
+    assert training.metrics(model) == model.metrics
