@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 
+from tests._keras.contracts import jax_only, tensorflow_only, with_metrics
 from tfmix._keras import (
     global_state,
     gradients,

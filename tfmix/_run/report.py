@@ -41,10 +41,11 @@ class Run:
 
     def cells(self) -> list[str]:
         """Returns the column of the table."""
+        is_short = self.milliseconds is not None and self.milliseconds < 100
         return [
             f"{self.steps:,}",
             _UNKNOWN if self.skipped is None else f"{self.skipped:,}",
-            _shown(self.milliseconds, ",.3g" if _is_short(self) else ",.0f"),
+            _shown(self.milliseconds, ",.3g" if is_short else ",.0f"),
             _shown(self.first_seconds, ".2f"),
             _shown(self.peak_bytes and self.peak_bytes / 2**20, ",.0f"),
             _shown(self.loss, ".4g"),
@@ -164,16 +165,12 @@ class Report(_tables.Printed):
         times = f"{speedup:.2f} times as fast as {wide.policy}"
         saved = _saved(narrow, wide)
         if speedup >= _FASTER:
-            said = f"Worth it: {times}{saved}."
+            text = f"Worth it: {times}{saved}."
         elif saved:
-            said = f"Worth it for memory alone: {times}{saved}."
+            text = f"Worth it for memory alone: {times}{saved}."
         else:
-            said = f"Not worth it: {times}{_reason(narrow, speedup)}."
-        return said + _losses(narrow, wide)
-
-
-def _is_short(run: Run) -> bool:
-    return run.milliseconds is not None and run.milliseconds < 100
+            text = f"Not worth it: {times}{_reason(narrow, speedup)}."
+        return text + _losses(narrow, wide)
 
 
 def _reason(narrow: Run, speedup: float) -> str:
@@ -198,10 +195,10 @@ def _losses(narrow: Run, wide: Run) -> str:
     gap = narrow.loss - wide.loss
     if not math.isfinite(gap):
         return " The last loss of a run is not finite."
-    said = f" The last losses differ by {gap:+.2g}"
+    text = f" The last losses differ by {gap:+.2g}"
     if abs(gap) <= _OTHER_LOSS * abs(wide.loss):
-        return f"{said}."
-    return f"{said}; two runs with other seeds may differ as much: try a few."
+        return f"{text}."
+    return f"{text}; two runs with other seeds may differ as much: try a few."
 
 
 def _shown(value: float | None, form: str) -> str:

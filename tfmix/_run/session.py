@@ -176,7 +176,7 @@ class _Session:
 
     def _measured(self) -> report.Run:
         self._look_at_layers()
-        policy, why = self._in_force()
+        policy, why = self._policy_and_reason()
         found = [self._found[number] for number in sorted(self._found)]
         kinds = Counter(kind for kind, dtype, _ in found if dtype == "float32")
         here = devices()
@@ -203,16 +203,16 @@ class _Session:
             fallen=tuple(filter(None, (why for *_, why in found))),
         )
 
-    def _in_force(self) -> tuple[keras.DTypePolicy, str]:
+    def _policy_and_reason(self) -> tuple[keras.DTypePolicy, str]:
         """Returns the policy of the run, and the reason for it."""
         # Conversions compute in float32 on their way to 16 bit.
-        *_, theirs = sorted(
+        *_, name = sorted(
             ["", *self._by_script], key=lambda name: name not in ("", "float32")
         )
-        if theirs and self._settings.is_strict:
-            return self._policy, f"asked for, in place of the script's {theirs}"
-        if theirs:
-            return self._by_script[theirs], "the script asks for it itself"
+        if name and self._settings.is_strict:
+            return self._policy, f"asked for, in place of the script's {name}"
+        if name:
+            return self._by_script[name], "the script asks for it itself"
         if self._asked == "auto":
             return self._policy, f"'auto', {suited_policy(devices())[1]}"
         return self._policy, "asked for"
@@ -254,8 +254,8 @@ def _ended() -> str:
     error = getattr(sys, "last_value", None)
     if error is None:
         return ""
-    said = str(error).strip().partition("\n")[0][:100]
-    return type(error).__name__ + (f": {said}" if said else "")
+    text = str(error).strip().partition("\n")[0][:100]
+    return type(error).__name__ + (f": {text}" if text else "")
 
 
 def _read(path: str) -> report.Run:

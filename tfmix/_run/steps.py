@@ -76,12 +76,9 @@ class Counter:
         optimizer = self._optimizer()
         if optimizer is None or not self.skipped():
             return
-        holder = types.SimpleNamespace(optimizer=optimizer)
-        for skipper in bare_optimizers.skippers(holder):
-            counts = skipper.overflow_counts
-            worst = max(counts, key=counts.__getitem__, default="")
-            if not worst or not counts[worst]:
-                continue
+        counts = _skipper(optimizer).overflow_counts
+        worst = max(counts, key=counts.__getitem__, default="")
+        if worst and counts[worst]:
             self.cause = (
                 "all gradients are NaN or infinite at once, as with NaN in a "
                 "batch or in the loss"
@@ -93,7 +90,12 @@ class Counter:
 def _skips(optimizer: keras.optimizers.Optimizer) -> Any:
     if isinstance(optimizer, scaling.LossScaleOptimizer):
         return next(v for v in optimizer.variables if v.name == "skipped_steps")
-    holder = types.SimpleNamespace(optimizer=optimizer)
+    return _skipper(optimizer)
+
+
+def _skipper(optimizer: keras.optimizers.Optimizer) -> Any:
+    """Returns what counts an optimizer's skips, or None."""
+    holder: Any = types.SimpleNamespace(optimizer=optimizer)
     return next(iter(bare_optimizers.skippers(holder)), None)
 
 
@@ -149,12 +151,9 @@ class Group:
         if self.steps_timed() < 1:
             return None
         clock, steps = map(np.asarray, zip(*self._marks, strict=True))
-        made = np.diff(steps)
-        each = np.diff(clock)[made > 0] / made[made > 0]
-        order = np.argsort(each)
-        share = np.cumsum(made[made > 0][order])
-        middle = np.searchsorted(share, share[-1] / 2)
-        return float(1000 * each[order][middle])
+        made = np.maximum(np.diff(steps), 0)
+        each = np.diff(clock) / np.maximum(made, 1)
+        return float(1000 * np.median(np.repeat(each, made)))
 
 
 class Steps:
@@ -179,7 +178,7 @@ class Steps:
 
     def watch(self) -> None:
         """Watches every step from now on."""
-        compiled_calls.listen(self._compiled_call)
+        compiled_calls.listen(self._called)
         places = {
             (owner, "apply"): self._applying for owner in optimizers.appliers()
         }
@@ -231,11 +230,6 @@ class Steps:
             counter = self._counters[optimizer] = Counter(optimizer)
             self._every.append(counter)
         return counter
-
-    def _compiled_call(
-        self, function: Any, notes: list[Any], began: float, outputs: Any
-    ) -> None:
-        self._called(function, notes, began, outputs)
 
     def _called(
         self, by: Any, counters: list[Any], began: float | None, outputs: Any
