@@ -92,7 +92,9 @@ def compile_for(
             f"Received: batch_size={rows}, devices={count}."
         )
     chosen_policies = [
-        _resolve_auto(item, accelerator) for item in _as_list("policy", policy)
+        # "auto" is the policy for the target, not for this machine.
+        accelerator.auto() if isinstance(item, str) and item == "auto" else item
+        for item in _as_list("policy", policy)
     ]
     chosen_optimizers = _as_list("optimizer", optimizer)
     _as_list("loss", loss)
@@ -133,12 +135,6 @@ def _as_list(name: str, value: Any) -> list[Any]:
             "out to use the model's own."
         )
     return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _resolve_auto(policy: Any, target: targets.Target) -> Any:
-    """Replaces "auto" by the policy for the target, not for this machine."""
-    is_auto = isinstance(policy, str) and policy == "auto"
-    return target.auto() if is_auto else policy
 
 
 def _optimizer_name(optimizer: Any, model: keras.Model) -> str:
