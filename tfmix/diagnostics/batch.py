@@ -118,7 +118,7 @@ def prepare(
         )
         note = f"`x` has {rows:,} rows; the first {most} of them were checked."
         notes = (note,)
-    x, y = tensors((x, y))
+    x, y = tree.map_structure(_tensor, (x, y))
     _check_not_empty(x)
     if y is None and loss is not None:
         raise ValueError(
@@ -168,11 +168,6 @@ def first(x: Any, y: Any) -> tuple[Any, Any]:
         inputs, targets, _ = keras.utils.unpack_x_y_sample_weight(element)
         return inputs, targets
     raise _no_rows("a dataset without a batch")
-
-
-def tensors(nest: Any) -> Any:
-    """Converts arrays to tensors as `fit` does, float64 to Keras's default."""
-    return tree.map_structure(_tensor, nest)
 
 
 def _free_rows(model: keras.Model, nest: Any) -> int | None:
@@ -228,6 +223,7 @@ def _no_rows(received: str) -> ValueError:
 
 
 def _tensor(value: Any) -> Any:
+    """Converts an array as `fit` does, float64 to Keras's default."""
     if value is None:
         return value
     if getattr(value, "dtype", None) == np.float64:

@@ -62,8 +62,8 @@ def check(
     judged by itself, on the inputs and gradients that it has in float32. So
     the report names the layer that causes a fault, not those that pass it on.
     The model, its weights, statistics, random seeds and compiled functions do
-    not change. The check runs op by op on the device, and copies a few numbers
-    per layer to the host.
+    not change. The layers run on the device, one by one, and their results are
+    compared on the host.
 
     Args:
         model: A `keras.Model` of any kind, on Keras's TensorFlow or JAX
@@ -150,14 +150,16 @@ def _run(
             batch, sixteen, limits, rule, has_policy, show
         )
         float8 = _float8(batch)
-    bad = [*map(_bad_data, bad_rows)]
-    bad += _bad_weights(batch.model)
+    bad = [*map(_bad_data, bad_rows), *_bad_weights(batch.model)]
     if bad:
         # If no row is fine, bad rows explain everything that is not finite.
         findings = [finding for finding in findings if not finding.gap.broken]
     dtypes = _returned_dtypes(judge)
-    narrow = _narrow_layers(batch.model, judge.run.planned)
-    idle = () if narrow else (_IDLE, *_why_idle(batch.model))
+    model = batch.model
+    narrow = _narrow_layers(model, judge.run.planned)
+    idle = [] if narrow else [_IDLE]
+    if idle and any(x.quantization_mode for x in layers.flat_layers(model)):
+        idle.append(_QUANTIZED)
     return numerics_report.NumericsReport(
         rows=(
             *bad,
@@ -222,13 +224,6 @@ def _narrow_layers(
         for layer in layer_dtypes.layers_that_compute(model)
         if planned_policies.dtype(sixteen, layer) in _formats.SIXTEEN_BIT
     ]
-
-
-def _why_idle(model: keras.Model) -> list[str]:
-    quantized = any(
-        layer.quantization_mode for layer in layers.flat_layers(model)
-    )
-    return [_QUANTIZED] if quantized else []
 
 
 def _float8(batch: batches.Batch) -> tuple[float8_products.Float8Product, ...]:
@@ -334,15 +329,12 @@ def _bad_data(bad: _bad_rows.BadRows) -> verdicts.LayerVerdict:
     """Returns the report's row for `x` or `y` with NaN or infinity."""
     positions = f"numpy.argwhere(~numpy.isfinite({bad.name}))"
     advice = f"{positions}  # {bad.text}: fix that first"
-    phase, verdict = verdicts.FORWARD, verdicts.NOT_FINITE
-    return verdicts.LayerVerdict(
-        bad.name, phase, verdict, math.inf, -math.inf, advice, broken=True
-    )
+    return _broken(bad.name, verdicts.FORWARD, advice)
 
 
 def _bad_weights(model: keras.Model) -> list[verdicts.LayerVerdict]:
     """Returns a row for each variable, trained or not, with NaN or infinity."""
-    phase, verdict, result = verdicts.WEIGHTS, verdicts.NOT_FINITE, []
+    result = []
     # Inner layers come after outer ones, so a variable's innermost layer wins.
     every = layers.flat_layers(model)
     owners = {id(v): layer.name for layer in every for v in layer.variables}
@@ -357,6 +349,13 @@ def _bad_weights(model: keras.Model) -> list[verdicts.LayerVerdict]:
                     "an earlier checkpoint"
                 )
                 layer = owners.get(id(variable), variable.path)
-                fields = (layer, phase, verdict, math.inf, -math.inf, advice)
-                result.append(verdicts.LayerVerdict(*fields, broken=True))
+                result.append(_broken(layer, verdicts.WEIGHTS, advice))
     return result
+
+
+def _broken(layer: str, phase: str, advice: str) -> verdicts.LayerVerdict:
+    """Returns the row of something that is not finite in float32 either."""
+    verdict = verdicts.NOT_FINITE
+    return verdicts.LayerVerdict(
+        layer, phase, verdict, math.inf, -math.inf, advice, broken=True
+    )

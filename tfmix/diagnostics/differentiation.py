@@ -47,12 +47,12 @@ def pullback(
     return outputs, gradients_of
 
 
-def _in_float32(gradient: Any) -> Any:
-    return keras.ops.cast(gradient, "float32")
-
-
 def export_gradient(
-    tensor: Any, token: Any, measure: Callable[[Any], Any] = _in_float32
+    tensor: Any,
+    token: Any,
+    measure: Callable[[Any], Any] = lambda grad: keras.ops.cast(
+        grad, "float32"
+    ),
 ) -> Any:
     """Returns a tensor unchanged, and takes its gradient out.
 

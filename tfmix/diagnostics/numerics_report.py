@@ -240,18 +240,10 @@ _FAULTS_SHOWN, _FINE_SHOWN, _ADVICE_SHOWN = 8, 5, 5
 
 
 def _cells(row: verdicts.LayerVerdict) -> tuple[str, ...]:
-    return (
-        row.layer,
-        row.dtype,
-        row.phase,
-        row.verdict,
-        _error(row),
-        _headroom(row.headroom_bits),
-    )
-
-
-def _headroom(bits: float) -> str:
-    return f"{bits:+.0f} bits" if math.isfinite(bits) else ""
+    bits = row.headroom_bits
+    headroom = f"{bits:+.0f} bits" if math.isfinite(bits) else ""
+    fields = row.layer, row.dtype, row.phase, row.verdict
+    return (*fields, _error(row), headroom)
 
 
 def _error(row: verdicts.LayerVerdict) -> str:

@@ -78,12 +78,16 @@ def _find_scale(
         judge = dataclasses.replace(judge, unit=judge.batch.power() / first)
     findings = _judge_all(judge, show)
     has_heads = is_inside and len(judge.run.output_dtypes) > 1
-    if has_heads and _underflows_backward(findings):
+    if has_heads and any(
+        finding.verdict == verdicts.UNDERFLOW
+        for finding in _sound_gradients(findings)
+    ):
         # Each head scales its own gradients, also those of a tiny loss.
         more = max(_room(judge) / first, 1.0)
         judge = dataclasses.replace(judge, unit=judge.unit * more)
         findings = _judge_all(judge, show)
-    while _overflows_backward(findings):
+    # A dynamic loss scale falls for as long as gradients overflow.
+    while any(finding.gap.lost for finding in _sound_gradients(findings)):
         wanted = min(_room(judge), judge.loss_scale / 16.0)
         lower = float(rule.current(rule.init()._replace(scale=wanted)))
         if lower >= judge.loss_scale:
@@ -262,19 +266,7 @@ def _cast_weights(
     ]
 
 
-def _overflows_backward(findings: _Findings) -> bool:
-    """Returns whether dynamic loss scaling would lower its scale further."""
-    return any(finding.gap.lost for finding in _of_gradients(findings))
-
-
-def _underflows_backward(findings: _Findings) -> bool:
-    return any(
-        finding.verdict == verdicts.UNDERFLOW
-        for finding in _of_gradients(findings)
-    )
-
-
-def _of_gradients(findings: _Findings) -> _Findings:
+def _sound_gradients(findings: _Findings) -> _Findings:
     """Returns the findings on gradients of layers whose results are fine."""
     backward = verdicts.BACKWARD
     bad_forward = {

@@ -168,9 +168,9 @@ class CallGaps:
     # incoming gradients.
     arguments: ranges.Gap
     outputs: ranges.Gap
-    incoming: ranges.Gap | None = None
-    inputs: ranges.Gap | None = None
-    weights: ranges.Gap | None = None
+    # The gradients that come in, and those of the inputs and the weights; empty
+    # without a loss.
+    gradients: tuple[ranges.Gap, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -220,12 +220,11 @@ class Judge:
     def gaps(self, pairs: list[Pair]) -> CallGaps:
         """Measures the results of `pairs`, once they are computed."""
         scales = [1.0, 1.0, *[self.scale] * (len(pairs) - 2)]
-        return CallGaps(
-            *(
-                ranges.gap(near, exact, self.limits, scale)
-                for (near, exact), scale in zip(pairs, scales, strict=True)
-            )
+        arguments, outputs, *gradients = (
+            ranges.gap(near, exact, self.limits, scale)
+            for (near, exact), scale in zip(pairs, scales, strict=True)
         )
+        return CallGaps(arguments, outputs, tuple(gradients))
 
     def _both_ways(
         self,

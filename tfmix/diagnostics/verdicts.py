@@ -148,11 +148,12 @@ def backward(
 
     The gradient of its inputs only counts if weights come before the layer.
     """
-    if gaps.incoming is None or gaps.weights is None or gaps.inputs is None:
+    if not gaps.gradients:
         return None
-    worst, bad_input = gaps.incoming, True
+    incoming, inputs, weights = gaps.gradients
+    worst, bad_input = incoming, True
     if of_gradient(worst, limits) == OK:
-        own = [gaps.weights, *([gaps.inputs] if reaches_weights else [])]
+        own = [weights, inputs] if reaches_weights else [weights]
         worst = max(own, key=_badness)
         bad_input = of_output(gaps.arguments, limits) != OK
     verdict = of_gradient(worst, limits)
