@@ -249,7 +249,6 @@ def measure(
 
 def _measure_one(name: str, op: Any, mode: str, fmt: str) -> Iterator[Row]:
     case = CASES[name]
-    alone = policies.Policy(f"mixed_{fmt}", float32_layers=[], float32_ops=[])
     ruled = policies.Policy(
         f"mixed_{fmt}", float32_layers=[], float32_ops=[name]
     )
@@ -260,8 +259,11 @@ def _measure_one(name: str, op: Any, mode: str, fmt: str) -> Iterator[Row]:
         inputs = [layer_measure.rounded(a, fmt) for a in case.draw(rng, kind)]
         reference = _run(wide, inputs, "float32")
         sides = []
-        for function, policy in ((narrow, alone), (inside, ruled)):
-            with global_policy.policy_scope(policy):
+        for function, scope in (
+            (narrow, layer_measure.keras_policy(f"mixed_{fmt}")),
+            (inside, global_policy.policy_scope(ruled)),
+        ):
+            with scope:
                 sides.append(_deviation(function, inputs, fmt, reference))
         yield Row(name, mode, fmt, kind, *sides)
 

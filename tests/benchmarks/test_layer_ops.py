@@ -6,6 +6,7 @@ import keras
 import pytest
 
 from benchmarks import layer_deviation, layer_ops
+from tests import helpers
 
 Deviation = layer_deviation.Deviation
 
@@ -44,6 +45,13 @@ def test_a_rule_fixes_an_op_that_overflows_inside():
     (line,) = layer_ops.table(rows).rows
     assert (line["op"], line["effect"]) == ("squareplus", "finite")
     assert line["worth it"]
+
+
+@helpers.requires_backend("tensorflow")
+def test_an_op_alone_is_plain_kerass():
+    # Under an empty list of rules, tfmix would still sum in float32.
+    rows = layer_ops.measure(["sum"], ["float16"])
+    assert any(r.keras.epsilons > 4 > 4 * r.ruled.epsilons for r in rows)
 
 
 @pytest.mark.slow
