@@ -48,7 +48,7 @@ def test_a_rule_fixes_an_op_that_overflows_inside():
 
 
 @helpers.requires_backend("tensorflow")
-def test_an_op_alone_is_plain_kerass():
+def test_an_op_alone_runs_as_in_plain_keras():
     # Under an empty list of rules, tfmix would still sum in float32.
     rows = layer_ops.measure(["sum"], ["float16"])
     assert any(r.keras.epsilons > 4 > 4 * r.ruled.epsilons for r in rows)
