@@ -76,6 +76,7 @@ GROUPS = WINDOW + "dim_labels=b01f_01io->b01f, feature_group_count=6"
 CUDNN = WINDOW + 'dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$conv'
 
 
+@pytest.mark.every_case("each is a rule of its own, and fast")
 @pytest.mark.parametrize(
     ("operation", "sizes", "more", "shape", "count", "flops"),
     [

@@ -16,6 +16,7 @@ OTHER = comparison.Result("failed", "AssertionError: 1 is not 3")
 WORSE = comparison.Result("failed", "TypeError: 1 is not 2")
 
 
+@pytest.mark.every_case("each is a verdict of its own, and fast")
 @pytest.mark.parametrize(
     ("keras", "tfmix", "is_new"),
     [
