@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import tfmix
+from tests import helpers
 
 POLICIES = ("mixed_float16", "mixed_bfloat16")
 
@@ -23,20 +24,25 @@ def layers(units=1):
     ]
 
 
-def saved(directory):
+def fitted(directory):
     model = keras.Sequential([keras.Input((4,)), *layers()])
     model.compile("adam", "mse", metrics=["mae"])
-    kinds, path = keras.callbacks, str(directory / "best.keras")
+    path = str(directory / "best.keras")
     callbacks = [
-        kinds.ModelCheckpoint(path, save_best_only=True),
-        kinds.EarlyStopping(patience=2),
-        kinds.ReduceLROnPlateau(patience=1),
-        kinds.TerminateOnNaN(),
-        kinds.CSVLogger(str(directory / "log.csv")),
+        keras.callbacks.ModelCheckpoint(path, save_best_only=True),
+        keras.callbacks.EarlyStopping(patience=2),
+        keras.callbacks.ReduceLROnPlateau(patience=1),
+        keras.callbacks.TerminateOnNaN(),
+        keras.callbacks.CSVLogger(str(directory / "log.csv")),
     ]
     settings = {"validation_split": 0.25, "callbacks": callbacks}
     model.fit(*data(), epochs=3, verbose=0, **settings)
     model.evaluate(*data(), verbose=0)
+    return model
+
+
+def saved(directory):
+    model = fitted(directory)
     model.save(directory / "model.keras")
     loaded = keras.saving.load_model(directory / "model.keras")
     loaded.fit(*data(), verbose=0)
@@ -94,11 +100,10 @@ def free_loop(directory):
         step(*map(tf.constant, data()))
 
 
-# A quick run has only the first program, which takes a fifth of the last one's
+# A quick run only has the first program, which takes a fifth of the last one's
 # time.
 PROGRAMS = [subclassed, sequential_of_ids, saved]
-if keras.backend.backend() == "tensorflow":
-    PROGRAMS.append(free_loop)
+ON_TENSORFLOW = [free_loop]
 
 
 def lines_of(program, directory, policy, said, capfd, recwarn):
@@ -106,19 +111,34 @@ def lines_of(program, directory, policy, said, capfd, recwarn):
     directory.mkdir()
     with tfmix.policy_scope(policy):
         program(directory)
-    # Python does not show deprecations in libraries.
-    warned = [
-        str(one.message)
-        for one in recwarn.list
-        if not issubclass(one.category, DeprecationWarning)
+    printed = "".join(capfd.readouterr())
+    lines = [
+        *printed.splitlines(),
+        # Python does not show other warnings of libraries.
+        *(
+            str(warning.message)
+            for warning in recwarn.list
+            if not issubclass(warning.category, DeprecationWarning)
+        ),
+        *said,
     ]
     recwarn.clear()
-    return [*"".join(capfd.readouterr()).splitlines(), *warned, *said]
+    return lines
 
 
 @pytest.mark.costly
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda one: one.__name__)
+@pytest.mark.parametrize(
+    "program",
+    [
+        *PROGRAMS,
+        *(
+            pytest.param(one, marks=helpers.requires_backend("tensorflow"))
+            for one in ON_TENSORFLOW
+        ),
+    ],
+    ids=lambda program: program.__name__,
+)
 def test_a_correct_program_prints_nothing_more(
     program, policy, tmp_path, said, capfd, recwarn
 ):
