@@ -561,7 +561,7 @@ CPU, HALF = {"device": "CPU", "fast": False}, {"peak_bytes": 200 * 2**20}
         ({"policy": "float32"}, {}, "nothing to compare"),
         ({"loss": 0.51}, {}, "The last losses differ by +0.01."),
         ({"loss": 0.9}, {}, "differ by +0.4; two runs with other seeds"),
-        ({"loss": float("nan")}, {}, "A loss is not finite"),
+        ({"loss": float("nan")}, {}, "The last loss of a run is not finite"),
     ],
 )
 def test_the_verdict_is_a_sentence(narrow, wide, said):

@@ -88,8 +88,3 @@ def test_the_page_holds_everything_it_needs(tmp_path, report):
     assert "http" not in page
     assert "<link" not in page
     assert "<script src" not in page
-
-
-def test_nothing_to_draw_is_an_error():
-    with pytest.raises(ValueError, match="readings="):
-        plotting.loss_scale_timeline([])

@@ -37,6 +37,7 @@ def test_each_output_has_the_targets_of_its_own_loss():
     model = two_outputs(dict)
     model.compile("sgd", loss={"a": CLASSES()})
     assert kinds(model) == {"z": ((8, 3), "float32"), "a": ((8,), "int32")}
+    model = two_outputs(dict)
     model.compile("sgd")
     assert model_batches.targets(model, model.output) is None
 

@@ -347,8 +347,8 @@ def test_a_step_computes_without_the_rules_of_its_model(monkeypatch):
         monkeypatch.setattr(owner, name, noted)
 
     watch(rules.DynamicLossScale, "update")
-    watch(finite, "_dtype")
+    watch(finite, "is_float")
     weight = keras.Variable([1.0])
     Wrapped(keras.optimizers.SGD()).apply([np.ones(1, "float32")], [weight])
     assert bool(finite.all_finite([weight.value]))
-    assert seen == {"update": frozenset(), "_dtype": frozenset()}
+    assert seen == {"update": frozenset(), "is_float": frozenset()}

@@ -118,7 +118,7 @@ class Jitted:
 
     def __getattr__(self, name: str) -> Any:
         # `copy` looks up names before there is a function to ask.
-        if name == "_jitted":
+        if not vars(self):
             raise AttributeError(name)
         return getattr(self._jitted, name)
 
