@@ -34,12 +34,12 @@ def test_each_output_has_the_targets_of_its_own_loss():
     model = two_outputs(lambda outputs: [*outputs.values()])
     model.compile("sgd", loss={"a": CLASSES(), "z": "mse"})
     assert kinds(model) == [((8, 3), "float32"), ((8,), "int32")]
+
+
+def test_a_loss_of_one_output_belongs_to_that_output():
     model = two_outputs(dict)
     model.compile("sgd", loss={"a": CLASSES()})
     assert kinds(model) == {"z": ((8, 3), "float32"), "a": ((8,), "int32")}
-    model = two_outputs(dict)
-    model.compile("sgd")
-    assert model_batches.targets(model, model.output) is None
 
 
 @pytest.mark.parametrize("loss", [CLASSES(name="kind"), wrapped, "ctc"])
@@ -48,6 +48,12 @@ def test_class_targets_are_found_by_trying_the_loss(loss):
     model = keras.Model(x, keras.layers.Dense(5)(x))
     model.compile("sgd", loss=loss)
     assert kinds(model) == ((8, 20), "int32")
+
+
+def test_without_a_loss_there_are_no_targets():
+    model = two_outputs(dict)
+    model.compile("sgd")
+    assert model_batches.targets(model, model.output) is None
 
 
 def test_a_loss_that_accepts_no_target_is_refused_with_both_forms():
