@@ -129,7 +129,7 @@ def too_large_targets(data):
     return compiled()
 
 
-@cause("the gradient of ...last/kernel' overflows most often; keep its layer in")
+@cause("the gradient of ...last/kernel' overflows most often; keep its layer")
 def gradients_that_grow_between_layers(data):
     # The loss is beyond float16, but it is computed in float32.
     data["y"][:] = 1e3

@@ -289,6 +289,20 @@ def test_rematerialized_attention_computes_the_same(rules):
 
 
 @pytest.mark.slow
+@helpers.requires_backend("tensorflow")
+def test_replicas_stay_equal():
+    strategy = helpers.mirrored_strategy()
+    with strategy.scope():
+        model = classifier()
+        model.compile("adam", "mse", jit_compile=False)
+    x, _ = digits()
+    model.fit(x[:128], np.ones((128, 10)), batch_size=64, verbose=0)
+    for variable in model.trainable_variables:
+        one, other = (each.numpy() for each in variable.value.values)
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.slow
 @helpers.requires_backend("jax")
 def test_eight_devices_train_like_one():
     losses = []
