@@ -552,6 +552,22 @@ class TestTensorFlow:
             scaler().stateless_apply([], [], [])
 
 
+@pytest.mark.parametrize(("last", "scale"), [(1.0, 2.0**14), (np.nan, 2.0**15)])
+def test_a_clip_by_value_hides_no_overflow_inside_a_model(last, scale):
+    with tfmix.policy_scope("mixed_float16"):
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    optimizer = scaler(*model.trainable_variables, initial_scale=2.0**15)
+    before = model.get_weights()
+    grads = [array([np.inf], [1.0], [1.0]), array(last)]
+    true = optimizer.unscale_gradients(grads)
+    clipped = [ops.clip(gradient, -1.0, 1.0) for gradient in true]
+    optimizer.apply(clipped, model.trainable_variables, unscaled=True)
+    assert optimizer.skipped_steps == 1
+    assert all(map(np.array_equal, model.get_weights(), before))
+    # Only bad data leaves no gradient finite. Then no scale would help.
+    assert optimizer.loss_scale == scale
+
+
 @helpers.requires_backend("jax")
 class TestJax:
     CALLS = (

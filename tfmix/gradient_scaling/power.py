@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from keras import ops
@@ -97,7 +97,7 @@ def is_small(gradient: Any) -> bool:
     return None not in shape and math.prod(shape) <= _SMALL
 
 
-def blames_data(gradients: Sequence) -> Any:
+def blames_data(gradients: Sequence, both: Callable) -> Any:
     """Returns whether gradients are not finite because the loss was not.
 
     One number of a gradient that shows the reason is enough.
@@ -105,6 +105,7 @@ def blames_data(gradients: Sequence) -> Any:
     Args:
         gradients: Gradients of a model that scales them; `None` where there is
             none.
+        both: Function of what the first and the last gradient say.
 
     Returns:
         Boolean scalar tensor; `False` if there is no gradient.
@@ -126,4 +127,4 @@ def blames_data(gradients: Sequence) -> Any:
         ops.isnan(ops.reshape(value[(slice(1),) * len(value.shape)], ()))
         for value in (values[0], values[-1])
     )
-    return ops.logical_or(first, last)
+    return both(first, last)

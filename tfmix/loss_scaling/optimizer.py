@@ -382,8 +382,7 @@ class LossScaleOptimizer(
         else:
             true = unscale.in_float32(grads, variables)
         return [
-            after if after is before else unscale.without_infinities(after)
-            for before, after in zip(grads, true, strict=True)
+            None if g is None else unscale.without_infinities(g) for g in true
         ]
 
     @compilation.untouched
@@ -671,7 +670,9 @@ class LossScaleOptimizer(
                 norm = None
                 if self._gradient_norm is not None:
                     norm = unscale.norm(true, variables)
-                is_data = applied is not True and self._blames_data(grads)
+                is_data = applied is not True and self._blames_data(
+                    grads, unscaled
+                )
                 after = state.after(rule, applied, bad, norm, is_data)
                 self._warn_if_still(state, after)
                 self._assign(state, after)
@@ -679,14 +680,17 @@ class LossScaleOptimizer(
         # count in another kernel.
         step_outcome.report(self.last_step_applied())
 
-    def _blames_data(self, grads: Sequence) -> Any:
+    def _blames_data(self, grads: Sequence, unscaled: bool) -> Any:
         """Returns whether the data is not finite, if the rule needs to know.
 
         Outside models that scale their gradients, NaN may be an overflow.
+        `unscale_gradients` makes NaN of one as well, but not of each gradient.
         """
         if rules.is_constant(self.rule) or self._of_losses().are_scaled:
             return False
-        return power.blames_data(grads)
+        return power.blames_data(
+            grads, ops.logical_and if unscaled else ops.logical_or
+        )
 
     def _warn_if_still(
         self, before: rules.StepState, after: rules.StepState
