@@ -345,7 +345,7 @@ def test_weights_moments_and_counters_keep_every_bit(name, made, policies):
     undo()
     assert_same(state_of(model), inside)
     losses(model)
-    # As many steps as before, whether they accumulate gradients or not.
+    # They are as many steps as before, also if they accumulate gradients.
     assert steps_of(model.optimizer) == 2 * steps
 
 

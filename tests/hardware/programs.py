@@ -1,4 +1,4 @@
-"""What the tests of compiled programs share."""
+"""Finds the compilers that the tests of compiled programs need."""
 
 import pytest
 

@@ -435,7 +435,7 @@ def test_numbers_of_the_host_are_refused_in_a_compiled_function(mode, read):
         return
     counts = [compiled_in(mode, lambda _: read(loop.optimizer), loop)]
     if ON_JAX:
-        # Without a scope, too.
+        # JAX can count without a scope, too.
         counts.append(steps.compiled(lambda _: read(loop.optimizer), mode))
     for count in counts:
         with pytest.raises(ValueError, match="outside the compiled function"):

@@ -182,8 +182,8 @@ class Judge:
     run: SixteenBitRun
     truth: Truth | None
     limits: _formats.Format
-    # Whether the model has a policy of tfmix, so that it returns float32 and
-    # scales its gradients inside.
+    # A model with a policy of tfmix returns float32 and scales its gradients
+    # inside.
     has_policy: bool
     # The optimizer's loss scale, and what it multiplies gradients by for each
     # 1 of it.
@@ -192,7 +192,7 @@ class Judge:
 
     @property
     def scale(self) -> float:
-        """What gradients are multiplied by."""
+        """The factor of the gradients."""
         return self.loss_scale * self.unit
 
     def at(self, loss_scale: float) -> "Judge":
