@@ -21,8 +21,8 @@ class Block:
         policy: The policy of new layers; `None` for that of the scopes.
         around: What the running model call is part of, `None` if of nothing.
         has_borders: Whether models scale their gradients at a border.
-        placing: The factor by which gradients inside a border are placed higher
-            or lower.
+        placing: The factor of a border's power of two: in `fit` the loss scale
+            divided by its first value, else 1.
         in_fit: Whether `fit`, or another method of a model, runs its step, so
             that a line after the epoch reports skipped steps.
         in_loop: Whether the code runs in each step of a loop.

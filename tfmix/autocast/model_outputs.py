@@ -86,7 +86,7 @@ class Outputs:
         def call(*args: Any, **kwargs: Any) -> Any:
             outputs = self._own_call()(*args, **kwargs)
             self._tell_of_16_bit(outputs)
-            # The rules know float32 values that 16 bit has rounded.
+            # Under the rules, a cast returns the value from before rounding.
             return tensors.map_leaves(outputs, wide)
 
         with model_call.inside(inside):

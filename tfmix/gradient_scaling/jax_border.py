@@ -193,7 +193,7 @@ def _is_float(value: Any) -> bool:
 
 
 def _unscaled(down: Callable, lost: Callable, array: Any) -> Any:
-    """Divides a gradient; an overflow inside leaves as infinity or NaN."""
+    """Divides a gradient; numbers that are not finite become `lost`."""
     is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
     is_finite = jnp.isfinite if is_complex else lax.is_finite
     overflow = lost(array.shape, array.dtype)

@@ -75,12 +75,12 @@ def of(gradients: Sequence, losses: Sequence, factor: Any) -> Power:
 
 
 def become_infinite(gradients: Sequence) -> list[bool]:
-    """Returns which gradients become infinite after an overflow inside.
+    """Returns which gradients say why they are not finite.
 
-    A border returns NaN for all gradients if an incoming gradient was not
-    finite. An overflow inside leaves as infinity, or, in the other gradients,
-    as it was computed. TensorFlow's own kernels would read each gradient once
-    more for it.
+    `blames_data` reads that from them. A border returns NaN for all gradients
+    if an incoming gradient was not finite. An overflow inside leaves as
+    infinity, or, in the other gradients, as it was computed. TensorFlow's own
+    kernels would read each gradient once more for it.
 
     Args:
         gradients: The gradients of a model's variables, at least one.

@@ -635,7 +635,7 @@ class LossScaleOptimizer(
             grads: The gradients. Two networks that share a trunk may each give
                 one for its variables.
             variables: The variable of each.
-            unscaled: Whether they are not gradients of a scaled loss.
+            unscaled: Whether they need no division by the loss scale.
         """
         own, rule = self._model_variables, self.rule
         used = self.variables + own
@@ -643,7 +643,8 @@ class LossScaleOptimizer(
             replicas.check_replica_context()
         with replicas.one_replica(used):
             state = self._state()
-        # Unscaled 16-bit gradients may be too small to be summed.
+        # Unscaled gradients may underflow in a 16-bit `reduce_dtype`. So they
+        # are multiplied before the sum, and divided after it.
         current = rule.current(state.scale)
         factor = current if unscaled and self.reduce_dtype else None
         grads = replicas.sum_gradients(

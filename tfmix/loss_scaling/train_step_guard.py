@@ -46,10 +46,9 @@ def guard(model: keras.Model) -> keras.Model:
     If your own `train_step` calls no `apply`, or several of which only some
     skip, statistics and metrics that were finite stay finite.
 
-    Under a 16-bit tfmix policy, `compile` does this for you. To use it in
-    float32 or bfloat16, compile with `LossScaleOptimizer(optimizer,
-    loss_scale=NoLossScale())`. An applied step pays for one read of the
-    guarded variables.
+    Under a 16-bit tfmix policy, `compile` does this for you. Any other model
+    needs `compile(LossScaleOptimizer(optimizer, loss_scale=NoLossScale()))`. An
+    applied step pays for one read of the guarded variables.
 
     Args:
         model: A `keras.Model`, compiled or not. Its own `train_step` is kept
