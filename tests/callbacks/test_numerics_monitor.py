@@ -205,12 +205,12 @@ class Counting(Monitor):
 @pytest.mark.costly
 @pytest.mark.parametrize(
     ("every", "stride", "steps"),
-    [(1, 1, range(12)), (4, 1, (0, 4, 8)), (4, 3, (0, 6, 9)), (50, 1, (0,))],
+    [(1, 1, range(12)), (4, 1, (0, 4, 8)), (4, 3, (0, 9)), (50, 1, (0,))],
 )
 def test_steps_are_sampled_at_their_multiples(every, stride, steps):
     monitor = Counting(every=every)
     model = healthy(steps_per_execution=stride)
-    # The second call continues the count.
+    # The second call continues the count, and waits for the next multiple.
     for _ in range(2):
         train(model, monitor)
     assert monitor.steps == tuple(steps)
