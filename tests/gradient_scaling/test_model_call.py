@@ -264,7 +264,7 @@ def test_a_model_that_amplifies_finds_its_place(run_eagerly):
     assert optimizer.loss_scale == 2.0 ** (15 - optimizer.skipped_steps)
 
 
-@pytest.mark.costly
+@pytest.mark.every_case("each is another way in which data can be bad")
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("where", ["x", "y", "loss"])
 def test_bad_data_does_not_move_the_place(where, bad):
