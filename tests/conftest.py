@@ -54,7 +54,7 @@ TENSORFLOW_IS_ENOUGH = (
     "float8/test_chosen_layers.py",
     "hardware/test_advice.py",
     "diagnostics/test_skip_report.py",
-    "loss_scaling/test_replicas.py",
+    "step/test_replicas.py",
     "loss_scaling/test_storage.py",
     "test_cli.py",
     "test_demo.py",
@@ -76,8 +76,8 @@ TENSORFLOW_IS_ENOUGH = (
     "wild/test_wild.py",
 )
 JAX_IS_ENOUGH = (
-    "autocast/test_recomputation.py",
-    "loss_scaling/test_replicas_jax.py",
+    "ops/test_recomputation.py",
+    "step/test_replicas_jax.py",
     "test_orders_found.py",
     "optimizers/test_eight_bit.py",
     "optimizers/test_low_memory.py",

@@ -14,7 +14,7 @@ from tfmix import callbacks as callbacks
 from tfmix import hardware as hardware
 from tfmix import optimizers as optimizers
 from tfmix._keras import compile_method as _compile_method
-from tfmix.autocast import model as _model
+from tfmix.autocast import record as _model
 from tfmix.autocast.float32_output import float32_output as float32_output
 from tfmix.autocast.global_policy import global_policy as global_policy
 from tfmix.autocast.global_policy import policy_scope as policy_scope
@@ -27,7 +27,6 @@ from tfmix.conversion.convert import prepare as prepare
 from tfmix.conversion.summary import summary as summary
 from tfmix.diagnostics import skip_report as _skip_report
 from tfmix.diagnostics.check import check as check
-from tfmix.loss_scaling.all_finite import all_finite as all_finite
 from tfmix.loss_scaling.errors import LossScaleError as LossScaleError
 from tfmix.loss_scaling.optimizer import (
     LossScaleOptimizer as LossScaleOptimizer,
@@ -35,8 +34,9 @@ from tfmix.loss_scaling.optimizer import (
 from tfmix.loss_scaling.rules import DynamicLossScale as DynamicLossScale
 from tfmix.loss_scaling.rules import FixedLossScale as FixedLossScale
 from tfmix.loss_scaling.rules import NoLossScale as NoLossScale
-from tfmix.loss_scaling.train_step_guard import guard as guard
 from tfmix.policy.policy import Policy as Policy
+from tfmix.step.all_finite import all_finite as all_finite
+from tfmix.step.guard import guard as guard
 
 _model.report_skips(_skip_report.fit)
 _compile_method.watch()

@@ -386,9 +386,9 @@ ATTRIBUTES = [
 
 # The tests beside these names say what they mean.
 ELSEWHERE = {
-    # `f"_{name}"` is the function of an op: `autocast/test_float32_ops.py`.
+    # `f"_{name}"` is the function of an op: `ops/test_float32_ops.py`.
     "_*",
-    # This is a replica's copy: `loss_scaling/test_replicas.py`.
+    # This is a replica's copy: `step/test_replicas.py`.
     "_get",
     # TensorFlow's variables have none in Keras 3.12, so it is read with a
     # default: `optimizers/test_sharded_slots.py`.
@@ -396,10 +396,10 @@ ELSEWHERE = {
     # `test_contract_meanings.py`, as the next one
     "_self_",
     "_trace",
-    # These are the operators: `autocast/test_finite_constants.py`.
+    # These are the operators: `ops/test_finite_constants.py`.
     "jax._src.array.ArrayImpl.*",
     # Classes of activations work in `static_call`:
-    # `autocast/test_float32_ops.py`.
+    # `ops/test_float32_ops.py`.
     "keras.src.activations.activations",
 }
 

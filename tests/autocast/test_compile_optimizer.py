@@ -8,7 +8,7 @@ from keras import layers, optimizers
 import tfmix
 from tests import helpers
 from tfmix.autocast import interceptor
-from tfmix.autocast import model as mixed_model
+from tfmix.autocast import record as mixed_model
 
 X = np.random.default_rng(3).normal(size=(16, 3)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)

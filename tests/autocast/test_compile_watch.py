@@ -14,8 +14,8 @@ import tfmix
 from tests import helpers, steps
 from tests import test_one_program as one_program
 from tfmix._keras import compile_method
-from tfmix.autocast import model as mixed_model
-from tfmix.loss_scaling import train_step_guard
+from tfmix.autocast import record as mixed_model
+from tfmix.step import guard
 
 X = np.random.default_rng(3).normal(size=(16, 3)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
@@ -139,7 +139,7 @@ def test_a_float32_model_is_left_alone(kind, wrap):
         before = set(vars(model))
         model.compile(optimizer, "mse")
         assert model.optimizer is optimizer
-        assert not train_step_guard.is_guarded(model)
+        assert not guard.is_guarded(model)
         config = model._compile_config.config
         return set(vars(model)) - before, config.keys(), model
 

@@ -12,10 +12,11 @@ from tfmix._keras import (
     variables,
 )
 from tfmix.autocast import compile_optimizer
-from tfmix.autocast import model as mixed_model
+from tfmix.autocast import record as mixed_model
 from tfmix.conversion import convert, layer_changes, optimizer_state
 from tfmix.loss_scaling import optimizer as scaling
-from tfmix.loss_scaling import rules, train_step_guard
+from tfmix.loss_scaling import rules
+from tfmix.step import guard
 
 X = np.random.default_rng(0).normal(size=(32, 6)).astype("float32")
 Y = X[:, :1] * 0.5
@@ -92,7 +93,7 @@ STAGES = [
     (compile_optimizer, "choose", 1),
     (compile_method, "adopt_optimizer", 1),
     (optimizer_state, "give", 1),
-    (train_step_guard, "attach", 1),
+    (guard, "attach", 1),
     (layer_changes, "forget_compiled", 1),
 ]
 

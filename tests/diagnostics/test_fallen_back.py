@@ -6,12 +6,12 @@ import pytest
 from keras import layers, ops
 
 import tfmix
-from tests.autocast import test_float32_fallback
+from tests.autocast import test_fallback
 
 X = np.random.default_rng(0).normal(size=(4, 8)).astype("float32")
 Y = X[:, :1]
 # The first falls back itself, the second because of an inner layer.
-KINDS = (test_float32_fallback.Mixes, test_float32_fallback.Block)
+KINDS = (test_fallback.Mixes, test_fallback.Block)
 
 
 def stack(kind):
@@ -35,7 +35,7 @@ def test_a_16_bit_model_has_a_note_on_the_fallback(kind, checked):
     assert report.healthy
     if checked is None:
         assert note_of(report).startswith(
-            "guilty computes in float32: test_float32_fallback"
+            "guilty computes in float32: test_fallback"
         )
         assert "guilty computes in float32" in str(report)
         assert "guilty computes in float32" in report.to_json()
@@ -63,9 +63,7 @@ def test_a_layer_may_fall_back_at_run_time():
         def call(self, x):
             if not hasattr(x, "numpy") and keras.backend.backend() != "jax":
                 return x
-            return test_float32_fallback.strict_add(
-                x, ops.ones(x.shape, "float32")
-            )
+            return test_fallback.strict_add(x, ops.ones(x.shape, "float32"))
 
     with tfmix.policy_scope("mixed_float16"):
         model = stack(Later)

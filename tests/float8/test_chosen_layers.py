@@ -11,7 +11,7 @@ from keras import layers, ops
 import tfmix
 from tests import helpers
 from tfmix.float8 import chosen_layers, product
-from tfmix.gradient_scaling import contraction
+from tfmix.ops import contraction
 
 datasets = pytest.importorskip("sklearn.datasets")
 ALL = ("Dense", "EinsumDense")

@@ -13,7 +13,7 @@ from tests.hardware.programs import skip_without
 from tfmix._keras import compilation
 from tfmix.hardware import compiled_text, compilers, lowering
 from tfmix.hardware import target as targets
-from tfmix.loss_scaling import all_finite, apply_if_finite
+from tfmix.step import all_finite, apply_if_finite
 
 FEW, MANY = compiled_steps.FEW_LARGE, compiled_steps.MANY_SMALL
 

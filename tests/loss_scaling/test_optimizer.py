@@ -9,9 +9,9 @@ import pytest
 
 from tests import helpers, steps
 from tfmix.autocast import global_policy, interceptor
-from tfmix.loss_scaling import all_finite as finite
 from tfmix.loss_scaling import errors, rules
 from tfmix.loss_scaling import optimizer as optimizers
+from tfmix.step import all_finite as finite
 
 # These tests scale the gradients for `apply` themselves.
 pytestmark = pytest.mark.filterwarnings(

@@ -6,7 +6,7 @@ import pytest
 
 import tfmix
 from tests import steps
-from tests.loss_scaling import test_ways_to_train as ways
+from tests.step import test_ways_to_train as ways
 from tfmix.loss_scaling import standstill
 
 WAYS = steps.MODES[:2]

@@ -20,7 +20,7 @@ import rich.console
 
 from tfmix._keras import global_state, layers, memory, replacements
 from tfmix._run import report, steps
-from tfmix.autocast import float32_fallback, global_policy, model
+from tfmix.autocast import fallback, global_policy, record
 from tfmix.diagnostics import skip_report
 from tfmix.policy import names
 from tfmix.policy import policy as policies
@@ -96,7 +96,7 @@ class _Session:
         )
         self._steps.watch()
         fit = functools.partial(skip_report.fit_with, lambda: _Watch(self))
-        model.report_skips(fit)
+        record.report_skips(fit)
         atexit.register(self._end)
 
     def _decide(self, policy: keras.DTypePolicy) -> keras.DTypePolicy:
@@ -139,7 +139,7 @@ class _Session:
                 layer
             )
             if layer.built and computes:
-                why = float32_fallback.reason(layer)
+                why = fallback.reason(layer)
                 self._found[number] = (
                     type(layer).__name__,
                     layer.compute_dtype,

@@ -16,16 +16,10 @@ from keras import ops
 from tfmix import _messages
 from tfmix._keras import compilation, context_values, optimizers
 from tfmix._keras import variables as keras_variables
-from tfmix.loss_scaling import (
-    apply_if_finite,
-    replicas,
-    rules,
-    standstill,
-    step_outcome,
-    unscale,
-)
 from tfmix.loss_scaling import optimizer as scaling
+from tfmix.loss_scaling import rules, standstill
 from tfmix.optimizers import sixteen_bit_optimizer
+from tfmix.step import apply_if_finite, replicas, step_outcome, unscale
 
 # Gradients are applied here, by optimizers that nothing has wrapped.
 PLACES = (

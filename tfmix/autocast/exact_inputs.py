@@ -21,7 +21,7 @@ from tfmix._keras import (
     layers,
 )
 from tfmix._keras import variables as keras_variables
-from tfmix.gradient_scaling import tensors
+from tfmix.ops import tensors
 
 _CONVERT = "convert_input"
 # Larger whole numbers are not exact: 2 to the number of significant bits.

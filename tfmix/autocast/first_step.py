@@ -13,7 +13,7 @@ import keras
 
 from tfmix import _messages
 from tfmix._keras import layers, optimizers, training
-from tfmix.autocast import float32_fallback
+from tfmix.autocast import fallback
 from tfmix.optimizers import low_memory
 
 # A first step shorter than this, in seconds, needs no explanation.
@@ -77,7 +77,7 @@ def _retried(
             # Variables created in a failed trace have no value.
             raise
         trace = functools.partial(anew, *arguments)
-        return float32_fallback.trace_again(model, error, trace)
+        return fallback.trace_again(model, error, trace)
 
 
 @contextlib.contextmanager

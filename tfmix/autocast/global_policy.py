@@ -21,13 +21,13 @@ from tfmix._keras import (
     replacements,
     version,
 )
-from tfmix.autocast import interceptor, model, new_layers
+from tfmix.autocast import interceptor, new_layers, record
 from tfmix.policy import policy as policies
 from tfmix.policy.devices import is_on_tpu
 
 _lock = threading.RLock()
 _hooks = replacements.Replacements()
-compile_method.use(model.compiling)
+compile_method.use(record.compiling)
 # The policy of `set_global_policy`; `None` before its first call.
 _base: keras.DTypePolicy | None = None
 # The open scopes of all threads, latest last. The tuple is replaced rather than

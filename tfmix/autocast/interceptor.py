@@ -23,16 +23,15 @@ from tfmix._keras import (
     replacements,
     scalars,
 )
-from tfmix.autocast import (
-    bare_optimizers,
+from tfmix.autocast import bare_optimizers, fallback
+from tfmix.ops import (
     finite_constants,
-    float32_fallback,
     float32_ops,
     losses_from_logits,
     recomputation,
     small_numbers,
+    weight_gradients,
 )
-from tfmix.gradient_scaling import weight_gradients
 from tfmix.policy import policy as policies
 
 # Every 16-bit policy has this rule, in addition to its ops.
@@ -98,7 +97,7 @@ _METHODS: dict[replacements.Place, list[Row]] = {
     **dict.fromkeys(
         bare_optimizers.PLACES, [Row(SIXTEEN_BIT, bare_optimizers.applying)]
     ),
-    layers.ASSIGN: [Row(SIXTEEN_BIT, float32_fallback.assigning_exactly)],
+    layers.ASSIGN: [Row(SIXTEEN_BIT, fallback.assigning_exactly)],
     **dict.fromkeys(recomputation.PLACES, [Row(_ALWAYS, _recomputed)]),
     **{
         place: [Row(SIXTEEN_BIT, make)]

@@ -8,7 +8,7 @@ import keras
 
 from tfmix import _formats
 from tfmix._keras import layer_policies, layers
-from tfmix.autocast import exact_inputs, float32_fallback, model
+from tfmix.autocast import exact_inputs, fallback, record
 from tfmix.policy import float32_layers
 from tfmix.policy import policy as policies
 
@@ -26,9 +26,9 @@ def prepare(layer: keras.Layer, dtype: Any, policy: keras.DTypePolicy) -> None:
     if isinstance(dtype, policies.Policy):
         layer_policies.set_policy(layer, policies.plain(dtype))
     if isinstance(layer, keras.Model):
-        model.set_policy(layer, policy)
+        record.set_policy(layer, policy)
     if policies.is_sixteen_bit(policy) and not layers.is_structure(layer):
-        float32_fallback.attach(layer)
+        fallback.attach(layer)
 
 
 def is_chosen(layer: keras.Layer) -> bool:

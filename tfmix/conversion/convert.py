@@ -16,12 +16,8 @@ from tfmix._keras import (
     slots_by_variable,
     variables,
 )
-from tfmix.autocast import (
-    compile_optimizer,
-    float32_fallback,
-    global_policy,
-)
-from tfmix.autocast import model as mixed_model
+from tfmix.autocast import compile_optimizer, fallback, global_policy
+from tfmix.autocast import record as mixed_model
 from tfmix.conversion import (
     copying,
     layer_changes,
@@ -31,10 +27,10 @@ from tfmix.conversion import (
 from tfmix.float8 import chosen_layers
 from tfmix.gradient_scaling import model_call
 from tfmix.loss_scaling import optimizer as scaling
-from tfmix.loss_scaling import train_step_guard
 from tfmix.optimizers import sixteen_bit_optimizer
 from tfmix.policy import layer_dtypes
 from tfmix.policy import policy as policies
+from tfmix.step import guard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +110,7 @@ class ConversionReport(_tables.Printed):
     @property
     def rows(self) -> tuple[Row, ...]:
         """One row per layer."""
-        reasons = [float32_fallback.reason(layer) for layer in self._layers]
+        reasons = [fallback.reason(layer) for layer in self._layers]
         reasons += [""] * (len(self._rows) - len(reasons))
         return tuple(
             dataclasses.replace(row, after="float32", why=why) if why else row
@@ -275,7 +271,7 @@ def _change(
         mixed_model.set_policy_inside(model, policy)
         installed = _wrap_optimizer(model, policy, state_before, optimizer)
         if isinstance(installed, scaling.LossScaleOptimizer):
-            train_step_guard.attach(model)
+            guard.attach(model)
         elif installed is not before:
             # Only tfmix's wrapper could skip a step, and it is gone.
             layer_methods.detach(model, layer_methods.GUARD)

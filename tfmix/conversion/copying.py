@@ -10,7 +10,7 @@ import keras
 from tfmix import _messages
 from tfmix._keras import layer_policies, layers, loading
 from tfmix.autocast import global_policy
-from tfmix.autocast import model as mixed_model
+from tfmix.autocast import record as mixed_model
 
 # This length holds the first sentence of Keras's message, and a path.
 _LONGEST = 300

@@ -11,7 +11,7 @@ from keras import ops
 
 from tfmix import _formats
 from tfmix._keras import layer_methods, layer_policies, layers, variables
-from tfmix.autocast import exact_inputs, float32_fallback
+from tfmix.autocast import exact_inputs, fallback
 from tfmix.conversion import planned_policies
 
 Undo = Callable[[], None]
@@ -106,7 +106,7 @@ def _set_policy(
         if policy.compute_dtype == "float32":
             exact_inputs.look_behind_casts(layer)
         if not layers.is_structure(layer):
-            float32_fallback.attach(layer)
+            fallback.attach(layer)
 
 
 def _cast_variables(

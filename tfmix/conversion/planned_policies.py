@@ -7,7 +7,7 @@ import keras
 
 from tfmix import _formats
 from tfmix._keras import layer_policies, layers
-from tfmix.autocast import float32_fallback, new_layers
+from tfmix.autocast import fallback, new_layers
 from tfmix.policy import float32_layers, layer_dtypes
 from tfmix.policy import policy as policies
 
@@ -171,7 +171,7 @@ class _Planner:
         dtypes = (layer.compute_dtype, layer.variable_dtype)
         if any(dtype not in _formats.FORMATS for dtype in dtypes):
             return _OWN
-        chosen = new_layers.is_chosen(layer) or float32_fallback.reason(layer)
+        chosen = new_layers.is_chosen(layer) or fallback.reason(layer)
         deliberate = self._mixed_before and not chosen
         if deliberate and current.name == "float32" and not self._is_float32:
             return _OWN
@@ -192,7 +192,7 @@ class _Planner:
             return "a softmax head: in 16 bit it loses small probabilities"
         if is_head:
             return "the model's output"
-        return float32_fallback.reason(layer)
+        return fallback.reason(layer)
 
     def _ruled(self, layer: keras.Layer) -> str | None:
         path = layer_policies.path_of(layer)

@@ -6,7 +6,7 @@ import keras
 
 from tfmix import _arguments, _formats, _tables
 from tfmix._keras import layer_policies, layers
-from tfmix.autocast import float32_fallback
+from tfmix.autocast import fallback
 from tfmix.conversion import planned_policies
 from tfmix.policy import layer_dtypes
 
@@ -89,7 +89,7 @@ def summary(model: keras.Model) -> ModelSummary:
     every = layers.flat_layers(model)
     listed = [layer for layer in every if id(layer) in computing]
     return ModelSummary(
-        tuple(map(_row, listed)), tuple(float32_fallback.reasons(model))
+        tuple(map(_row, listed)), tuple(fallback.reasons(model))
     )
 
 

@@ -10,9 +10,8 @@ from keras import ops, tree
 
 from tfmix import _arguments, _bad_rows
 from tfmix._keras import layers
-from tfmix.autocast import model_outputs
 from tfmix.diagnostics import differentiation, probe, programs
-from tfmix.gradient_scaling import model_call, power
+from tfmix.gradient_scaling import model_call, outermost, power
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -141,7 +140,7 @@ def outputs_of(model: keras.Model, data: Any) -> Any:
         data: The step's batch, as `fit` takes it from a dataset.
     """
     x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-    with model_outputs.outputs_as_made():
+    with outermost.outputs_as_made():
         return layers.call_in_training(model, x)
 
 

@@ -13,13 +13,8 @@ from keras import ops
 
 from tfmix import _bad_rows, _formats, _messages, _progress
 from tfmix._keras import compilation, layers
-from tfmix.autocast import (
-    float32_fallback,
-    global_policy,
-    interceptor,
-    model_outputs,
-)
-from tfmix.autocast import model as mixed_model
+from tfmix.autocast import fallback, global_policy, interceptor
+from tfmix.autocast import record as mixed_model
 from tfmix.conversion import planned_policies
 from tfmix.diagnostics import batch as batches
 from tfmix.diagnostics import (
@@ -32,6 +27,7 @@ from tfmix.diagnostics import (
     verdicts,
 )
 from tfmix.float8 import chosen_layers
+from tfmix.gradient_scaling import outermost
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.loss_scaling import rules
 from tfmix.policy import layer_dtypes
@@ -247,12 +243,12 @@ def _under_policy(
     """Makes a model compute under a policy; `None` keeps its own setup."""
     with contextlib.ExitStack() as conditions:
         conditions.enter_context(compilation.nothing_traced())
-        conditions.enter_context(model_outputs.outputs_as_made())
+        conditions.enter_context(outermost.outputs_as_made())
         if isinstance(chosen, policies.Policy):
             names = {*chosen.float32_ops, interceptor.SIXTEEN_BIT}
             conditions.enter_context(interceptor.block(names))
         if chosen is not None:
-            conditions.enter_context(float32_fallback.fresh(model))
+            conditions.enter_context(fallback.fresh(model))
             before = chosen_layers.reasons(model)
             conditions.callback(chosen_layers.restore, model, before)
             chosen_layers.restore(model, {})

@@ -16,8 +16,8 @@ from tfmix._keras import variables
 from tfmix.conversion import planned_policies
 from tfmix.diagnostics import batch as batches
 from tfmix.diagnostics import differentiation, probe, ranges, runs, verdicts
-from tfmix.gradient_scaling import tensors
 from tfmix.loss_scaling import rules
+from tfmix.ops import tensors
 from tfmix.policy import layer_dtypes
 
 _Findings = list[verdicts.Finding]

@@ -11,7 +11,7 @@ from keras import ops
 
 from tfmix import _formats
 from tfmix._keras import compilation, layer_policies, layers
-from tfmix.autocast import float32_fallback
+from tfmix.autocast import fallback
 from tfmix.conversion import planned_policies
 from tfmix.diagnostics import batch as batches
 from tfmix.diagnostics import differentiation, probe, ranges
@@ -99,7 +99,7 @@ def sixteen_bit(
         fits = batch.runner.run(forward, batch.weights())
         rounded = {key: [*map(bool, each)] for key, each in fits.items()}
         ran = {layer: layer_policies.own(layer) for layer in planned}
-        fallbacks = float32_fallback.reasons(batch.model)
+        fallbacks = fallback.reasons(batch.model)
     return SixteenBitRun(signatures, rounded, output_dtypes, ran, fallbacks)
 
 

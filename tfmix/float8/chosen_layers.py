@@ -9,7 +9,7 @@ from keras import ops
 
 from tfmix._keras import layer_policies, layers, variables
 from tfmix.float8 import product
-from tfmix.gradient_scaling import contraction, weight_gradients
+from tfmix.ops import contraction, weight_gradients
 from tfmix.policy import float32_layers
 from tfmix.policy import policy as policies
 

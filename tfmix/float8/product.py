@@ -17,7 +17,7 @@ import keras
 from keras import ops
 
 from tfmix._keras import compilation
-from tfmix.gradient_scaling.contraction import Contraction
+from tfmix.ops.contraction import Contraction
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,8 @@ from typing import Any
 import keras
 
 from tfmix._keras import global_state, layers
-from tfmix.gradient_scaling import model_call, tensors
+from tfmix.gradient_scaling import model_call
+from tfmix.ops import tensors
 
 
 class Results:

@@ -10,7 +10,8 @@ from jax import numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from tfmix._keras import compilation, context_values, linear_maps
-from tfmix.gradient_scaling import jax_products, power
+from tfmix.gradient_scaling import power
+from tfmix.ops import jax_products
 
 # A function of arrays that returns float results, losses, and the rest.
 Results = tuple[list, list, Any]

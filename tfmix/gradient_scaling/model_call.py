@@ -17,7 +17,7 @@ from tfmix._keras import (
     layers,
 )
 from tfmix._keras import variables as keras_variables
-from tfmix.gradient_scaling import tensors
+from tfmix.ops import tensors
 
 _TENSORFLOW = keras.backend.backend() == "tensorflow"
 if _TENSORFLOW:

@@ -11,7 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfmix._keras import compilation, context_values, gradients
-from tfmix.gradient_scaling import power, tensorflow_products
+from tfmix.gradient_scaling import power
+from tfmix.ops import tensorflow_products
 
 # The float results of a function, the losses that were added inside, and what
 # else it returns.

@@ -11,7 +11,7 @@ from keras import tree
 
 from tfmix import _arguments, _formats, _tables
 from tfmix._keras import layers as host
-from tfmix.autocast import model as mixed_model
+from tfmix.autocast import record as mixed_model
 from tfmix.float8 import chosen_layers
 from tfmix.hardware import model_batches, training_memory
 from tfmix.hardware import target as targets

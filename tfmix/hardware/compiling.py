@@ -17,7 +17,7 @@ from tfmix._keras import (
     optimizers,
 )
 from tfmix.autocast import compile_optimizer, global_policy
-from tfmix.autocast import model as mixed_model
+from tfmix.autocast import record as mixed_model
 from tfmix.conversion import convert, copying
 from tfmix.hardware import (
     compiled_step,

@@ -13,17 +13,10 @@ from keras import ops, tree
 from tfmix import _arguments
 from tfmix._keras import compilation, context_values, optimizers
 from tfmix._keras import variables as keras_variables
-from tfmix.gradient_scaling import model_call, power, tensors
-from tfmix.loss_scaling import (
-    apply_if_finite,
-    inner_attributes,
-    replicas,
-    rules,
-    saving,
-    standstill,
-    step_outcome,
-    unscale,
-)
+from tfmix.gradient_scaling import model_call, power
+from tfmix.loss_scaling import inner_attributes, rules, saving, standstill
+from tfmix.ops import tensors
+from tfmix.step import apply_if_finite, replicas, step_outcome, unscale
 
 # Keras's class uses these names for a loss scale's state, so that tfmix can
 # read a checkpoint of either.

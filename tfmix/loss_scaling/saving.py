@@ -9,7 +9,8 @@ import numpy as np
 
 from tfmix import _messages
 from tfmix._keras import variables as keras_variables
-from tfmix.loss_scaling import replicas, rules
+from tfmix.loss_scaling import rules
+from tfmix.step import replicas
 
 # A saved state names own variables, and numbers the inner optimizer's.
 _OWN, _INNER = "own_", "inner_"

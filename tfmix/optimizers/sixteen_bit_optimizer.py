@@ -10,8 +10,9 @@ import keras
 from keras import ops
 
 from tfmix._keras import compilation, optimizers, variables
-from tfmix.loss_scaling import inner_attributes, replicas
+from tfmix.loss_scaling import inner_attributes
 from tfmix.optimizers import eight_bit_slots, noise
+from tfmix.step import replicas
 
 Variables = variables.Variables
 

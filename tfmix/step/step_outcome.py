@@ -18,7 +18,7 @@ import numpy as np
 from keras import ops
 
 from tfmix._keras import compilation, context_values, optimizers, training
-from tfmix.loss_scaling import replicas
+from tfmix.step import replicas
 
 
 class Outcome(NamedTuple):

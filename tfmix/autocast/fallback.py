@@ -24,7 +24,7 @@ from tfmix._keras import (
     variables,
 )
 from tfmix.autocast import exact_inputs
-from tfmix.gradient_scaling import tensors, weight_gradients
+from tfmix.ops import tensors, weight_gradients
 from tfmix.policy import policy as policies
 
 # Marks an error that float32 did not fix, so that outer layers do not retry.

@@ -9,9 +9,10 @@ import keras
 
 from tfmix import _messages
 from tfmix._keras import global_state, layer_methods, layers
-from tfmix.gradient_scaling import heads, model_call, tensors
-from tfmix.loss_scaling import train_step_guard
+from tfmix.gradient_scaling import heads, model_call
+from tfmix.ops import tensors
 from tfmix.policy import layer_dtypes
+from tfmix.step import guard
 
 _HOLDS = {"float16": "3 digits, up to 65504", "bfloat16": "2 digits"}
 
@@ -71,9 +72,7 @@ class Outputs:
 
     def _kept_finite(self, *args: Any, **kwargs: Any) -> Any:
         compute = self._in_float32
-        return train_step_guard.kept_finite(
-            self._model, compute, *args, **kwargs
-        )
+        return guard.kept_finite(self._model, compute, *args, **kwargs)
 
     def _in_float32(self, *args: Any, **kwargs: Any) -> Any:
         inside: Any = model_call.AS_MADE

@@ -24,7 +24,7 @@ from tfmix._keras import (
     global_state,
     gradients,
 )
-from tfmix.gradient_scaling.contraction import Contraction
+from tfmix.ops.contraction import Contraction
 
 # Computes a result from a tensor and a weight of the same dtype.
 Function = Callable[[Any, Any], Any]

@@ -6,7 +6,7 @@ import pytest
 from keras import ops
 
 from tests import helpers, steps
-from tfmix.loss_scaling import all_finite
+from tfmix.step import all_finite
 
 BAD = [np.nan, np.inf, -np.inf]
 LARGEST = {"float16": 65504.0, "bfloat16": 3.38e38, "float32": 3.4e38}

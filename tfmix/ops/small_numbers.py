@@ -13,9 +13,14 @@ from typing import Any
 import numpy as np
 
 from tfmix._keras import global_state, op_places
-from tfmix.autocast import finite_constants, float32_ops
-from tfmix.gradient_scaling import float32_values, tensors, weight_gradients
-from tfmix.gradient_scaling.float32_values import Known, Value
+from tfmix.ops import (
+    finite_constants,
+    float32_ops,
+    float32_values,
+    tensors,
+    weight_gradients,
+)
+from tfmix.ops.float32_values import Known, Value
 
 # The derivative is unbounded near 0; for the last three at some arguments.
 _ROOTS = ("log", "log2", "log10", "log1p", "sqrt", "rsqrt", "reciprocal")

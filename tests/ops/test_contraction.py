@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tfmix.gradient_scaling import contraction
+from tfmix.ops import contraction
 
 pytestmark = pytest.mark.every_case("each row is a rule of its own, and fast")
 

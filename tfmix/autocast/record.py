@@ -27,19 +27,19 @@ from tfmix.autocast import (
     bare_optimizers,
     compile_optimizer,
     exact_inputs,
+    fallback,
     first_step,
-    float32_fallback,
     interceptor,
-    model_outputs,
 )
 from tfmix.float8 import chosen_layers
-from tfmix.gradient_scaling import heads, model_call, tensors
+from tfmix.gradient_scaling import heads, model_call, outermost
 from tfmix.loss_scaling import optimizer as scaling
-from tfmix.loss_scaling import train_step_guard
+from tfmix.ops import tensors
 from tfmix.optimizers import sixteen_bit_optimizer
 from tfmix.policy import layer_dtypes
 from tfmix.policy import policy as policies
 from tfmix.policy.devices import devices
+from tfmix.step import guard
 
 _AUTO = "auto_scale_loss"
 
@@ -117,7 +117,7 @@ class _MixedModel:
         # The float8 layers are chosen later.
         self._float8 = ruled if ruled.is_float8 else None
         self._rules = interceptor.rules_of(policy)
-        self._outputs = model_outputs.Outputs(model, self._under_rules)
+        self._outputs = outermost.Outputs(model, self._under_rules)
         self.is_compiling = False
         self.wrappers = self._wrappers()
 
@@ -256,7 +256,7 @@ class _MixedModel:
         shown = original(*args, **kwargs)
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         show = given.get("print_fn") or print
-        for note in float32_fallback.reasons(self._model):
+        for note in fallback.reasons(self._model):
             show(f" {note}")
         for layer, why in chosen_layers.reasons(self._model).items():
             place = f"not in float8: {why}" if why else "in float8"
@@ -330,7 +330,7 @@ def _adopt(model: keras.Model) -> None:
             continue
         exact_inputs.keep_exact(layer)
         if not layers.is_structure(layer):
-            float32_fallback.attach(layer)
+            fallback.attach(layer)
         if is_model and _policy_of_layers(layer):
             set_policy(layer, policy)
 
@@ -391,7 +391,7 @@ def _compile(
         record.wrap_what_swaps()
     is_ours = isinstance(optimizer, scaling.LossScaleOptimizer)
     if record is not None or is_ours:
-        train_step_guard.attach(model)
+        guard.attach(model)
     if (
         record is not None
         and not is_ours

@@ -7,7 +7,7 @@ from keras import layers, ops
 
 import tfmix
 from tests import helpers, steps
-from tfmix.autocast import float32_fallback
+from tfmix.autocast import fallback
 
 X = np.random.default_rng(0).normal(size=(4, 8)).astype("float32")
 NAMES = ("mixed_float16", "mixed_bfloat16")
@@ -86,7 +86,7 @@ def test_a_layer_that_mixes_dtypes_computes_in_float32(name, caplog):
         layer = Mixes()
     np.testing.assert_allclose(layer(X), X + 0.25, atol=0.02)
     (warning,) = warnings_in(caplog)
-    for part in ("'mixes'", "(Mixes)", "test_float32_fallback.py:", "`return "):
+    for part in ("'mixes'", "(Mixes)", "test_fallback.py:", "`return "):
         assert part in warning
     assert 'dtype="float32"' in warning
     assert "x.dtype" in warning
@@ -257,11 +257,11 @@ def test_summary_and_report_name_the_layer_that_fell_back():
         model = functional(Mixes(name="guilty"))
     lines = []
     model.summary(print_fn=lines.append)
-    assert "guilty computes in float32: test_float32_fallback.py:" in lines[-1]
+    assert "guilty computes in float32: test_fallback.py:" in lines[-1]
     report = tfmix.apply_policy(model, "mixed_float16")
     row = row_of("guilty", report)
     assert row.after == "float32"
-    assert "test_float32_fallback.py" in row.why
+    assert "test_fallback.py" in row.why
 
 
 def test_a_report_names_what_falls_back_after_it():
@@ -298,7 +298,7 @@ def test_the_warning_names_the_line_that_autograph_copied(caplog):
     with tfmix.policy_scope("mixed_float16"):
         Calls()(X)
     (warning,) = warnings_in(caplog)
-    assert "test_float32_fallback.py:" in warning
+    assert "test_fallback.py:" in warning
     assert "`return x + tf.ones(tf.shape(x))`: TypeError: Input" in warning
 
 
@@ -455,7 +455,7 @@ def test_layers_that_only_take_float32_get_float32(by, tmp_path):
     with tfmix.policy_scope("mixed_float16"):
         inputs = keras.Input((8,))
         model = keras.Model(inputs, by(layers.Dense(8)(inputs), tmp_path))
-    assert float32_fallback.reason(model.layers[-1])
+    assert fallback.reason(model.layers[-1])
     model.compile("sgd", "mse")
     assert np.isfinite(model.train_on_batch(X, X))
 

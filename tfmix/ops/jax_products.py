@@ -18,7 +18,7 @@ from jax import numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad, batching, mlir
 
-from tfmix.gradient_scaling.contraction import Contraction
+from tfmix.ops.contraction import Contraction
 
 # Computes a result from a tensor and a weight of the same 16-bit dtype.
 Function = Callable[[Any, Any], Any]

@@ -10,7 +10,7 @@ from tests import helpers, steps
 from tests.autocast import test_penalties as penalised
 from tfmix._keras import compile_method
 from tfmix.autocast import global_policy, interceptor
-from tfmix.autocast import model as mixed_model
+from tfmix.autocast import record as mixed_model
 from tfmix.policy import policy as policies
 
 SIXTEEN = ("float16", "bfloat16")

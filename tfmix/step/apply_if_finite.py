@@ -16,7 +16,7 @@ from keras import ops
 
 from tfmix._keras import compilation, context_values, optimizers
 from tfmix._keras import variables as keras_variables
-from tfmix.loss_scaling import all_finite
+from tfmix.step import all_finite
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf

@@ -11,7 +11,7 @@ from keras import layers, ops
 import tfmix
 from tests import helpers, steps
 from tfmix._keras import compilation
-from tfmix.gradient_scaling import weight_gradients
+from tfmix.ops import weight_gradients
 
 ON_JAX = keras.backend.backend() == "jax"
 # The last two run code that TensorFlow traces for a GPU.
@@ -379,7 +379,7 @@ def test_products_have_every_derivative():
     import jax
     from jax import numpy as jnp
 
-    from tfmix.gradient_scaling import contraction, jax_products
+    from tfmix.ops import contraction, jax_products
 
     axes = contraction.of_einsum("abc,dcb->ad", (3, 3), 1)
     x = jnp.asarray(normal(2, 3, 4), "float16")

@@ -14,8 +14,9 @@ from keras import ops
 from tfmix import _users_code
 from tfmix._keras import compilation
 from tfmix._keras import variables as keras_variables
-from tfmix.gradient_scaling import tensors
-from tfmix.loss_scaling import all_finite, rules, step_outcome
+from tfmix.loss_scaling import rules
+from tfmix.ops import tensors
+from tfmix.step import all_finite, step_outcome
 
 # Beyond 2^126 a scale's reciprocal is subnormal, which XLA flushes to zero.
 _HALFWAY = 2.0**64

@@ -17,7 +17,8 @@ import keras
 from tfmix import _formats, _messages
 from tfmix._keras import compilation, optimizers
 from tfmix._keras import variables as keras_variables
-from tfmix.loss_scaling import all_finite, rules
+from tfmix.loss_scaling import rules
+from tfmix.step import all_finite
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf

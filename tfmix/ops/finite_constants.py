@@ -15,8 +15,7 @@ import numpy as np
 
 from tfmix import _formats
 from tfmix._keras import op_places, scalars
-from tfmix.autocast import float32_ops
-from tfmix.gradient_scaling import tensors
+from tfmix.ops import float32_ops, tensors
 
 _NUMBERS = (int, float, np.integer, np.floating)
 # A product may round to zero. In other ops, a number that would become zero is

@@ -13,7 +13,7 @@ import tfmix
 from tests import helpers
 from tfmix.loss_scaling import optimizer as optimizers
 from tfmix.loss_scaling import rules
-from tfmix.loss_scaling import train_step_guard as guards
+from tfmix.step import guard as guards
 
 MODES = {
     "eager": {"run_eagerly": True},

@@ -20,8 +20,8 @@ if keras.backend.backend() != "tensorflow":
 
 import tensorflow as tf
 
-from tfmix.loss_scaling import replicas
 from tfmix.optimizers import master_weights as masters
+from tfmix.step import replicas
 
 Wrapped = optimizers.LossScaleOptimizer
 
@@ -398,7 +398,7 @@ def test_dense_and_sparse_gradients_are_summed_in_16_bit(dtype):
 
 def in_a_process_of_its_own(*words):
     """Trains on digits; two numbers of replicas cannot share a process."""
-    module = "tests.loss_scaling.replicas_worker"
+    module = "tests.step.replicas_worker"
     done = processes.python("-m", module, *words, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 

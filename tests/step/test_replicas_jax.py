@@ -7,7 +7,7 @@ import pytest
 from tests import helpers
 from tfmix._keras import compile_method
 from tfmix.loss_scaling import optimizer as optimizers
-from tfmix.loss_scaling import train_step_guard as guards
+from tfmix.step import guard as guards
 
 if keras.backend.backend() != "jax":
     pytest.skip("keras.distribution is JAX's here", allow_module_level=True)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import keras
 
 from tfmix._keras import global_state, gradients
-from tfmix.gradient_scaling import tensors
+from tfmix.ops import tensors
 
 # A note holds the inputs of this many ops before it. Without a limit, eager
 # tensors would never be freed.

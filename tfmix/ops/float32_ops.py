@@ -8,7 +8,7 @@ from typing import Any
 
 from tfmix import _formats
 from tfmix._keras import compilation, op_places
-from tfmix.gradient_scaling import tensors
+from tfmix.ops import tensors
 
 
 def in_float32(op: Callable) -> Callable:

@@ -25,15 +25,15 @@ from tfmix._keras import (
     layers,
     replacements,
 )
-from tfmix.gradient_scaling import contraction, float32_values, tensors
+from tfmix.ops import contraction, float32_values, tensors
 
 products: Any
 if keras.backend.backend() == "tensorflow":
-    from tfmix.gradient_scaling import tensorflow_products
+    from tfmix.ops import tensorflow_products
 
     products = tensorflow_products
 else:
-    from tfmix.gradient_scaling import jax_products
+    from tfmix.ops import jax_products
 
     products = jax_products
 

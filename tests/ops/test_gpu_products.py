@@ -10,13 +10,13 @@ from keras import layers
 
 import tfmix
 from tests import helpers
-from tests.gradient_scaling import test_weight_gradients as weights
+from tests.ops import test_weight_gradients as weights
 from tfmix._keras import compilation
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 
-    from tfmix.gradient_scaling import tensorflow_products
+    from tfmix.ops import tensorflow_products
 else:
     pytestmark = helpers.requires_backend("tensorflow")
 

@@ -19,12 +19,7 @@ from tfmix._keras import (
     training,
 )
 from tfmix._keras import variables as keras_variables
-from tfmix.loss_scaling import (
-    all_finite,
-    apply_if_finite,
-    replicas,
-    step_outcome,
-)
+from tfmix.step import all_finite, apply_if_finite, replicas, step_outcome
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf

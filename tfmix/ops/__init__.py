@@ -1,0 +1,1 @@
+"""What an op computes while a 16-bit policy is active."""
