@@ -37,6 +37,29 @@ def test_matmul(first, second, weight_at):
     np.testing.assert_allclose(found, np.matmul(a, b))
 
 
+@pytest.mark.parametrize("weight_at", [0, 1])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((2, 3), (3, 4)),
+        ((3,), (3,)),
+        ((5, 2, 3), (3,)),
+        ((3,), (5, 3, 4)),
+        ((2, 3), (2, 3, 4)),
+        ((6, 2, 3), (5, 3, 4)),
+    ],
+)
+def test_dot_keeps_the_axes_of_both_factors(first, second, weight_at):
+    a, b = RNG.random(first), RNG.random(second)
+    axes = contraction.of_dot((a.ndim, b.ndim), weight_at)
+    found = by_letters(axes, a, b, weight_at)
+    np.testing.assert_allclose(found, np.dot(a, b))
+
+
+def test_a_dot_with_a_number_is_left_alone():
+    assert contraction.of_dot((0, 2), 0) is None
+
+
 @pytest.mark.parametrize(
     ("first", "second", "axes"),
     [

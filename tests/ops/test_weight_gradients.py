@@ -41,6 +41,17 @@ class Own(layers.Layer):
         return ops.add(ops.multiply(ops.matmul(x, self.w), self.gain), self.b)
 
 
+class Dots(layers.Layer):
+    """Multiplies by weights of more than two axes, from either side."""
+
+    def build(self, shape):
+        self.first = self.add_weight(shape=(3, shape[-2]))
+        self.second = self.add_weight(shape=(3, shape[-1], 4))
+
+    def call(self, x):
+        return ops.dot(ops.dot(self.first, x), self.second)
+
+
 class Tied(layers.Layer):
     """A table for looking up words, and for a product."""
 
@@ -122,11 +133,12 @@ MODELS = {
         ROWS,
     ),
     "own": (lambda: [Own()], ROWS),
+    "dots": (lambda: [Dots()], normal(8, 12, 10)),
     "terms": (lambda: [layers.Dense(3), Terms()], normal(1, 2, 3)),
     "adapted": (adapted, ROWS),
     "shared": (lambda: [Repeated()], normal(64, 16)),
 }
-QUICK = {("dense", WAYS[-1]), ("terms", "eager")}
+QUICK = {("dense", WAYS[-1]), ("dots", "eager"), ("terms", "eager")}
 
 
 def gradients(policy, name, way, weights=None):

@@ -87,6 +87,21 @@ def of_matmul(ranks: Sequence[int], weight_at: int) -> Contraction | None:
     return _in_order((left, right), outputs, weight_at)
 
 
+def of_dot(ranks: Sequence[int], weight_at: int) -> Contraction | None:
+    """Returns the axes that `dot` sums; `None` if a factor is a number.
+
+    Beyond two axes it keeps those of both factors, where `matmul` has a batch.
+
+    Args:
+        ranks: The ranks of both factors.
+        weight_at: Which factor is the weight, 0 or 1.
+    """
+    if 0 in ranks:
+        return None
+    summed = -1 if ranks[1] == 1 else -2
+    return of_tensordot(ranks, (-1, summed), weight_at)
+
+
 def of_tensordot(
     ranks: Sequence[int], axes: int | Sequence, weight_at: int
 ) -> Contraction | None:

@@ -335,6 +335,16 @@ def _matmul(original: Callable) -> Callable:
     return matmul
 
 
+def _dot(original: Callable) -> Callable:
+    def sums(shapes: list, place: int) -> Any:
+        return contraction.of_dot(list(map(len, shapes)), place)
+
+    def dot(x1: Any, x2: Any) -> Any:
+        return _multiplied(original, sums, x1, x2)
+
+    return dot
+
+
 def _has_same_stack(first: Any, second: Any) -> bool:
     """Returns whether stacks of matrices need not be repeated."""
     ranks = len(first), len(second)
@@ -519,7 +529,7 @@ def _alike(make: Maker) -> Maker:
 
 _OF_OPS: dict[str, Maker] = {
     "matmul": _matmul,
-    "dot": _matmul,
+    "dot": _dot,
     "tensordot": _tensordot,
     "einsum": _einsum,
     "add": functools.partial(_elementwise, signs=(1, 1)),
