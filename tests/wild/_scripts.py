@@ -5,6 +5,7 @@ import pathlib
 import runpy
 
 import keras
+import numpy as np
 
 HERE = pathlib.Path(__file__).parent
 FILES = [
@@ -36,3 +37,21 @@ def train(script, jit=False):
     if "SCRIPTS" in made:
         return made["SCRIPTS"][script](jit)
     return made["main"](jit=jit)
+
+
+def final(losses):
+    """Averages a script's last losses, because a single one is noisy."""
+    return np.mean(losses[-max(len(losses) // 4, 1) :])
+
+
+def bounds(in_float32):
+    """Returns the lowest and the highest final loss that equals float32's.
+
+    Args:
+        in_float32: The final losses of some seeds.
+    """
+    low, high = min(in_float32), max(in_float32)
+    # Three seeds show only a part of the noise, and rounding to 8 bits may
+    # change a loss by 1 %.
+    noise = high - low + 0.01 * max(abs(low), abs(high))
+    return low - noise, high + noise

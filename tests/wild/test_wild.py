@@ -40,12 +40,7 @@ def run(script, policy, jit, seed=SEEDS[0]):
 @functools.cache
 def in_float32(script, jit):
     """Returns the final losses of float32 by seed, separately for XLA."""
-    return [final(run(script, "float32", jit, seed)) for seed in SEEDS]
-
-
-def final(losses):
-    """Averages a script's last losses, because a single one is noisy."""
-    return losses[-max(len(losses) // 4, 1) :].mean()
+    return [_scripts.final(run(script, "float32", jit, seed)) for seed in SEEDS]
 
 
 class Skips:
@@ -79,11 +74,7 @@ class Skips:
 
 
 def check(script, policy, jit, monkeypatch, seeds=SEEDS[:1]):
-    expected = in_float32(script, jit)
-    # Three seeds show only a part of the noise, and rounding to 8 bits may
-    # change a loss by 1 %.
-    spread = max(expected) - min(expected)
-    noise = spread + 0.01 * max(map(abs, expected))
+    low, high = _scripts.bounds(in_float32(script, jit))
     found = []
     for seed in seeds:
         with monkeypatch.context() as context:
@@ -91,11 +82,10 @@ def check(script, policy, jit, monkeypatch, seeds=SEEDS[:1]):
             losses = run(script, policy, jit, seed)
             assert skips.count() <= 1
         assert np.all(np.isfinite(losses)), losses
-        found.append(final(losses))
+        found.append(_scripts.final(losses))
     # The mean is compared: under XLA a step draws other random numbers than in
     # float32, and one seed of eight lies outside the range of three.
-    mean = np.mean(found)
-    assert min(expected) - noise <= mean <= max(expected) + noise, expected
+    assert low <= np.mean(found) <= high
 
 
 @pytest.mark.costly
