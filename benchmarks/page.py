@@ -17,7 +17,8 @@ The records, with every row that is not shown here, are JSON files in
 
 A cell such as 1.06 (1.02 to 1.11) is the median with the smallest and the
 largest run. Runs that are compared took turns, so a slow moment of the machine
-hits both. On two CPU cores, do not trust a difference below 5 %.
+hits both. On two CPU cores, do not trust a difference below 5 %. "Bare" is the
+optimizer alone, without a loss scale or a check.
 """
 # Timings are no more exact than a percent, so three digits are enough.
 _DIGITS = 3
@@ -88,20 +89,21 @@ def section(
         return benchmark.backends.index(record["backend"])
 
     for record in sorted(records, key=order):
-        lines += _lines(record, benchmark.quotes)
+        lines += _lines(record, benchmark)
     return "\n".join(lines)
 
 
 def _lines(
-    record: dict[str, Any], quotes: Sequence[catalogue.Quote] | None
+    record: dict[str, Any], benchmark: catalogue.Benchmark
 ) -> Iterator[str]:
     """Yields the lines of one record: tables, then their origin."""
-    tables = [*_quoted(record, quotes)]
+    tables = [*_quoted(record, benchmark)]
     for table in tables:
-        yield f"**{_escaped(table['title'])}**"
-        yield ""
-        yield from _table(table["rows"])
-        yield ""
+        if table["rows"] is not None:
+            yield f"**{_escaped(table['title'])}**"
+            yield ""
+            yield from _table(table["rows"])
+            yield ""
         if table["note"]:
             yield _escaped(table["note"])
             yield ""
@@ -111,17 +113,27 @@ def _lines(
 
 
 def _quoted(
-    record: dict[str, Any], quotes: Sequence[catalogue.Quote] | None
+    record: dict[str, Any], benchmark: catalogue.Benchmark
 ) -> Iterator[dict[str, Any]]:
-    """Yields the tables of a record that the page shows."""
-    if quotes is None:
-        yield from record["tables"]
+    """Yields the tables of a record that the page shows.
+
+    The rows of a table are `None` if only its note is shown.
+    """
+    tables = {
+        table["title"]: table
+        for table in record["tables"]
+        if table["title"] not in benchmark.unquoted
+    }
+    if benchmark.quotes is None:
+        yield from tables.values()
         return
-    tables = {table["title"]: table for table in record["tables"]}
-    for quote in quotes:
+    for quote in benchmark.quotes:
         if quote.backend != record["backend"] or quote.table not in tables:
             continue
         table = tables[quote.table]
+        if quote.only_note:
+            yield {**table, "rows": None}
+            continue
         rows = [
             {name: row[name] for name in quote.columns or row}
             for row in table["rows"]

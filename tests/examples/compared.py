@@ -1,16 +1,12 @@
 """Runs the scripts of `examples/` from several seeds, and in float32.
 
-    python -m tests.examples.compared [NAME ...] [--seeds=3]
-
-prints the tables of the guide's recipes, as Markdown. A script runs in its own
-process and folder; only its constants are changed.
+A script runs in its own process and folder; only its constants are changed.
+`python -m benchmarks.recipes` prints the scores.
 """
 
-import argparse
 import ast
 import dataclasses
 import os
-import sys
 import tempfile
 from typing import Any
 
@@ -190,47 +186,3 @@ def gap(own: list[float], baseline: list[float]) -> tuple[float, float]:
     """
     distance = sum(own) / len(own) - sum(baseline) / len(baseline)
     return distance, max(max(s) - min(s) for s in (own, baseline))
-
-
-def table(comparison: Comparison, runs: dict[str, list[dict]]) -> str:
-    """Returns the Markdown of a comparison."""
-    baseline = scores(next(iter(runs.values())))
-    columns = ["variant", "mean (range)", "less float32's (seed noise)"]
-    rows = [[*columns, *comparison.shown], ["---", "--:", "--:"]]
-    rows[1] += ["--:"] * len(comparison.shown)
-    for name, own in runs.items():
-        found = scores(own)
-        # `+ 0.0` turns -0.0 into 0.0.
-        distance, noise = (round(n, 2) + 0.0 for n in gap(found, baseline))
-        is_baseline = found is baseline or own is next(iter(runs.values()))
-        values = [
-            ", ".join(map(str, dict.fromkeys(run[key] for run in own)))
-            for key in comparison.shown
-        ]
-        mean = sum(found) / len(found)
-        rows.append(
-            [
-                name,
-                f"{mean:.2f} ({min(found):.1f} to {max(found):.1f})",
-                "" if is_baseline else f"{distance:+.2f} ({noise:.2f})",
-                *values,
-            ]
-        )
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def main() -> int:
-    """Prints the requested tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--seeds", type=int, default=3)
-    options = parser.parse_args()
-    for name in options.names or COMPARISONS:
-        comparison = COMPARISONS[name]
-        runs = run_all(comparison, options.seeds)
-        print(f"\n{name}\n\n{table(comparison, runs)}", flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
