@@ -76,8 +76,8 @@ _HOW = (
 _MODELS_NOTE = (
     "Keras means its own policy, for float8 `quantize`; unchecked is "
     "`auto_scale_loss=False`, without the check that gradients are finite. "
-    "PyTorch has autocast, `torch.compile` and fused Adam; by hand is plain JAX. "
-    "The first step is timed from the call of `fit`."
+    "PyTorch has autocast, `torch.compile` and fused Adam; by hand is plain "
+    "JAX. The first step is timed from the call of `fit`."
 )
 _TENSORFLOW_NOTE = (
     "The program that TensorFlow compiles, run by JAX's client without `fit`; "
