@@ -1,12 +1,15 @@
 """The active policy: process-wide, in scopes, in threads, and removed."""
 
+import contextlib
 import importlib.util
 import sys
 import threading
 
 import keras
+import numpy as np
 import pytest
 
+import tfmix
 from tests import helpers
 from tfmix.autocast import global_policy as state
 from tfmix.autocast import interceptor
@@ -15,6 +18,7 @@ from tfmix.policy import policy as policies
 # The public function `devices` hides the module.
 devices = sys.modules["tfmix.policy.devices"]
 Policy = policies.Policy
+X = np.random.default_rng(0).normal(size=(4, 2)).astype("float32")
 SIXTEEN_BIT = ("mixed_float16", "mixed_bfloat16", "float16", "bfloat16")
 
 
@@ -194,13 +198,164 @@ def test_setting_a_policy_through_keras_takes_effect_and_warns(
     said, name, warns
 ):
     state.set_global_policy("mixed_float16")
-    keras.config.set_dtype_policy(name)
-    assert new_layer_policy() == name
-    assert state.hooks_keras() == (name != "float32")
+    for _ in range(2):
+        keras.config.set_dtype_policy(name)
+        assert new_layer_policy() == name
     assert len(said) == warns
     for line in said:
-        assert name in line
+        assert f"call tfmix.set_global_policy({name!r}) instead" in line
         assert "Policy('mixed_float16')" in line
+
+
+SETTERS = {
+    "config": keras.config.set_dtype_policy,
+    "mixed_precision": keras.mixed_precision.set_dtype_policy,
+    "global": keras.mixed_precision.set_global_policy,
+}
+
+
+def for_a_moment(name="float32", back=lambda policy: policy, by="config"):
+    """Does as packages do that need another policy for a layer of theirs."""
+    old = keras.config.dtype_policy()
+    SETTERS[by](name)
+    assert new_layer_policy() == name
+    SETTERS[by](back(old))
+
+
+@pytest.mark.parametrize("by", SETTERS)
+@pytest.mark.parametrize("name", ["float32", "mixed_bfloat16"])
+@pytest.mark.parametrize(
+    "back", [lambda policy: policy, lambda policy: policy.name]
+)
+@pytest.mark.parametrize("is_scope", [True, False])
+def test_a_policy_that_keras_handed_out_comes_back_with_its_rules(
+    said, is_scope, back, name, by
+):
+    policy = Policy("mixed_float16", float32_layers=["head"])
+    with contextlib.ExitStack() as scope:
+        if is_scope:
+            scope.enter_context(state.policy_scope(policy))
+        else:
+            state.set_global_policy(policy)
+        for _ in range(2):
+            for_a_moment(name, back, by)
+            assert state.global_policy() is policy
+            assert keras.layers.Dense(1, name="head").compute_dtype == "float32"
+    assert len(said) == 1
+    assert state.hooks_keras() != is_scope
+    state.set_global_policy("float32")
+    assert new_layer_policy() == "float32"
+
+
+def test_moments_nest_and_meet_scopes():
+    policy = Policy("mixed_float16", float32_layers=["head"])
+    state.set_global_policy(policy)
+    old = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    for_a_moment("float16")
+    assert new_layer_policy() == "mixed_bfloat16"
+    with state.policy_scope("float32"):
+        for_a_moment("float16")
+        assert new_layer_policy() == "float32"
+        # The object brings the rules of the policy around the scope.
+        keras.config.set_dtype_policy(old)
+        assert state.global_policy() is policy
+    assert new_layer_policy() == "mixed_bfloat16"
+    for_a_moment("float32")
+    keras.config.set_dtype_policy(old)
+    assert state.global_policy() is policy
+
+
+def test_what_keras_was_given_in_a_scope_ends_with_it():
+    with state.policy_scope("mixed_float16"):
+        keras.config.set_dtype_policy("mixed_bfloat16")
+    assert new_layer_policy() == "float32"
+    state.set_global_policy("mixed_bfloat16")
+    with state.policy_scope("float32"):
+        keras.config.set_dtype_policy("float16")
+    assert new_layer_policy() == "mixed_bfloat16"
+
+
+def test_a_policy_with_rules_that_keras_is_given_comes_back_as_well():
+    policy = Policy("mixed_float16", float32_layers=["head"])
+    state.set_global_policy("mixed_float16")
+    old = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    for_a_moment("float32", lambda policy: policy.name)
+    assert state.global_policy() is policy
+    keras.config.set_dtype_policy(old)
+    assert state.global_policy() == Policy("mixed_float16")
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        keras.DTypePolicy("mixed_bfloat16"),
+        keras.dtype_policies.DTypePolicyMap("mixed_bfloat16"),
+        keras.dtype_policies.QuantizedDTypePolicy("int8", "mixed_bfloat16"),
+    ],
+)
+def test_any_policy_object_comes_back_after_a_moment(policy):
+    with state.policy_scope(policy):
+        for_a_moment()
+        assert state.global_policy() is policy
+
+
+def test_tfmixs_own_function_replaces_what_keras_was_given():
+    policy = Policy("mixed_float16")
+    state.set_global_policy(policy)
+    keras.config.set_dtype_policy("float32")
+    state.set_global_policy(policy)
+    assert state.global_policy() is policy
+
+
+def test_a_moment_in_one_thread_is_none_in_another():
+    state.set_global_policy("mixed_float16")
+    keras.config.set_dtype_policy("float32")
+    assert in_thread(new_layer_policy) == "mixed_float16"
+    in_thread(lambda: keras.config.set_dtype_policy("mixed_bfloat16"))
+    assert new_layer_policy() == "float32"
+    with state.policy_scope("mixed_bfloat16"):
+        # This thread has no scope of its own.
+        in_thread(for_a_moment)
+        in_thread(lambda: keras.config.set_dtype_policy("float16"))
+        assert in_thread(new_layer_policy) == "mixed_bfloat16"
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("is_scope", [True, False])
+def test_moments_change_nothing_of_the_training_around_them(is_scope):
+    kept = Policy.default_float32_layers(add=["wide"])
+    policy = Policy("mixed_float16", float32_layers=kept)
+
+    def trained(between):
+        keras.utils.set_random_seed(0)
+        with contextlib.ExitStack() as scope:
+            if is_scope:
+                scope.enter_context(state.policy_scope(policy))
+            else:
+                state.set_global_policy(policy)
+            between()
+            layers = [keras.layers.Dense(4, name="wide"), keras.layers.Dense(3)]
+            model = keras.Sequential([keras.Input((2,)), *layers])
+            between()
+            model.add(keras.layers.Softmax())
+            between()
+            model.compile("adam", "mse")
+            between()
+            losses = model.fit(X, X[:, :1], verbose=0).history["loss"]
+        between()
+        dtypes = [layer.compute_dtype for layer in model.layers]
+        return dtypes, losses, model.optimizer, model.predict(X, verbose=0)
+
+    dtypes, losses, optimizer, predicted = trained(for_a_moment)
+    assert dtypes == ["float32", "float16", "float32"]
+    assert type(optimizer) is tfmix.LossScaleOptimizer
+    # It creates a layer as well, which takes a random seed.
+    _, expected_losses, _, expected = trained(new_layer_policy)
+    assert losses == expected_losses
+    assert predicted.dtype == "float32"
+    np.testing.assert_array_equal(predicted, expected)
 
 
 def test_without_a_policy_of_tfmix_kerass_policy_holds():

@@ -28,8 +28,8 @@ from tfmix.policy.devices import is_on_tpu
 _lock = threading.RLock()
 _hooks = replacements.Replacements()
 compile_method.use(record.compiling)
-# The policy of `set_global_policy`; `None` before its first call.
-_base: keras.DTypePolicy | None = None
+# The choice of `set_global_policy`; `None` before its first call.
+_base: "_Choice | None" = None
 # The open scopes of all threads, latest last. The tuple is replaced rather than
 # changed, so that it can be read without the lock.
 _open: tuple["_Scope", ...] = ()
@@ -80,7 +80,7 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
         if (scope := _own_scope()) is not None:
             scope.replace(accepted)
         else:
-            _base = accepted
+            _base = _Choice(accepted)
             if accepted.name == "float32":
                 global_state.make_float32()
         _refresh()
@@ -105,8 +105,8 @@ def global_policy() -> keras.DTypePolicy:
         if policy is not None:
             return policy
     current = keras.config.dtype_policy()
-    if _base is not None and _base.name == current.name == "float32":
-        return _base
+    if _base is not None and _base.given.name == current.name == "float32":
+        return _base.given
     return current
 
 
@@ -168,7 +168,7 @@ class policy_scope(contextlib.ContextDecorator):
             each.close()
         _open = tuple(other for other in _open if other is not scope)
         for each in later:
-            each.replace(each.policy)
+            each.open_rules()
 
 
 def accept(policy: Any) -> keras.DTypePolicy:
@@ -190,6 +190,48 @@ def accept(policy: Any) -> keras.DTypePolicy:
     return policy
 
 
+class _Choice(threading.local):
+    """A policy that tfmix was given, and what Keras has replaced it by.
+
+    Keras's `set_dtype_policy` sets the policy of one thread, and packages set
+    it for a moment. So each thread keeps a list of its own here.
+    """
+
+    def __init__(self, given: keras.DTypePolicy) -> None:
+        # Python calls this in each thread that uses the object.
+        self.given = given
+        # The first is the given one, and the last is active.
+        self.policies = [given]
+
+    def replace(self, policy: keras.DTypePolicy) -> None:
+        """Replaces the active policy, or goes back to one of those before."""
+        known = enumerate(self.policies)
+        equal = [i for i, before in known if _are_equal(before, policy)]
+        if equal:
+            del self.policies[equal[-1] + 1 :]
+        else:
+            self.policies.append(policy)
+
+
+def _are_equal(before: keras.DTypePolicy, policy: keras.DTypePolicy) -> bool:
+    """Returns whether a policy that Keras was given means one before it."""
+    if before is policy:
+        return True
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+        # Keras's `==` fails on maps.
+        return False
+    has_rules = isinstance(policy, policies.Policy)
+    return bool((before if has_rules else policies.plain(before)) == policy)
+
+
+def _with_rules(policy: keras.DTypePolicy) -> keras.DTypePolicy:
+    """Returns the policy that Keras handed out as this plain object."""
+    bases = [] if _base is None else [_base]
+    choices = [*bases, *(scope.choice for scope in _open)]
+    known = [policy for choice in choices for policy in choice.policies]
+    return next((x for x in known if policies.plain(x) is policy), policy)
+
+
 class _Scope:
     """One open scope, and the thread that opened it."""
 
@@ -198,9 +240,12 @@ class _Scope:
         self.replace(policy)
 
     def replace(self, policy: keras.DTypePolicy) -> None:
-        self.policy = policy
+        self.choice = _Choice(policy)
+        self.open_rules()
+
+    def open_rules(self) -> None:
         self._rules.close()
-        rules = interceptor.rules_of(policy)
+        rules = interceptor.rules_of(self.choice.given)
         self._rules.enter_context(interceptor.block(rules))
 
     def close(self) -> None:
@@ -216,51 +261,55 @@ def _own_scope() -> _Scope | None:
     return next(filter(_is_own, reversed(_open)), None)
 
 
+def _choice() -> _Choice | None:
+    """Returns the choice that holds for the calling thread."""
+    latest = _open[-1:]
+    scope = _own_scope() or (latest[0] if latest else None)
+    return _base if scope is None else scope.choice
+
+
 def _lookup() -> keras.DTypePolicy | None:
     of_block = context_values.block.get().policy
     if of_block is not None:
         return of_block
-    latest = _open[-1:]
-    scope = _own_scope() or (latest[0] if latest else None)
-    return _base if scope is None else scope.policy
+    choice = _choice()
+    return None if choice is None else choice.policies[-1]
 
 
 def _refresh() -> None:
     """Updates Keras for the active policies, under the lock."""
-    standing = [scope.policy for scope in _open]
-    if _base is not None:
-        standing.append(_base)
-    hooked = True
-    if all(policy.name == "float32" for policy in standing):
-        # A float32 scope only needs the hooks if Keras has another policy.
-        hooked = bool(_open) and global_state.policy_name() != "float32"
-    policy = _open[-1].policy if _open else _base
-    interceptor.install(interceptor.rules_of(policy))
-    if hooked:
+    latest = _open[-1].choice if _open else _base
+    given = None if latest is None else latest.given
+    interceptor.install(interceptor.rules_of(given))
+    if _open or (given is not None and given.name != "float32"):
         _hook()
     else:
         _hooks.set({})
 
 
-def _replaced_by_keras(policy: keras.DTypePolicy) -> None:
-    """Follows a `keras.config.set_dtype_policy` made while tfmix is on."""
-    if not hooks_keras():
-        # Other code has wrapped the attribute since, and calls our function.
-        return
-    before = _lookup()
-    # Maps cannot be compared, because Keras's `==` fails on them.
-    if before is policy or (
-        isinstance(before, policies.Policy) and before == policy
-    ):
-        return
-    _messages.warn(
-        "keras.config.set_dtype_policy(%r) replaces tfmix's policy "
-        "%r. Call tfmix.set_global_policy(%r) to say so, or leave it out.",
-        policy.name,
-        before,
-        policy.name,
-    )
-    set_global_policy(policy)
+def _replaced_by_keras(policy: keras.DTypePolicy) -> bool:
+    """Follows Keras's `set_dtype_policy`; returns whether tfmix is on."""
+    choice = _choice()
+    if choice is None or not hooks_keras():
+        # Other code may have wrapped the attribute, and call our function.
+        return False
+    if context_values.block.get().policy is not None:
+        # Every layer that this block creates has the block's policy.
+        return True
+    before = choice.policies[-1]
+    choice.replace(asked(_with_rules(policy)))
+    now = choice.policies[-1]
+    if now is not choice.given and now is not before:
+        _messages.warn_once(
+            "keras.config.set_dtype_policy(%r) replaces tfmix's policy %r in "
+            "this thread until it is set back. If you mean it, call "
+            "tfmix.set_global_policy(%r) instead.",
+            now.name,
+            choice.given,
+            now.name,
+            about=("set_dtype_policy", now.name, choice.given.name),
+        )
+    return True
 
 
 def hooks_keras() -> bool:
@@ -291,9 +340,9 @@ def _store(store: types.ModuleType) -> types.ModuleType:
         return policies.plain(policy)
 
     def set(name: str, value: Any) -> None:
-        store.set_global_attribute(name, value)
-        if name == global_state.POLICY_KEY and value is not None:
-            _replaced_by_keras(value)
+        is_policy = name == global_state.POLICY_KEY and value is not None
+        if not (is_policy and _replaced_by_keras(value)):
+            store.set_global_attribute(name, value)
 
     functions = {"get_global_attribute": get, "set_global_attribute": set}
     return replacements.copy_module(store, functions)
