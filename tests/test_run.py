@@ -371,11 +371,14 @@ def test_a_script_in_float32_is_asked_no_more(tmp_path):
     assert float(done.stdout) < 30e-6
 
 
-# It sets policies as Keras does, at the start and at the end.
+# It sets policies as Keras does: at the start, for a moment, and at the end.
 ASKS = (
     """
 import keras
 keras.mixed_precision.set_global_policy("mixed_bfloat16")
+old = keras.config.dtype_policy()
+keras.config.set_dtype_policy("float32")
+keras.config.set_dtype_policy(old)
 print(keras.layers.Dense(1).compute_dtype)
 """
     + FITS.replace("np.nan", "0")

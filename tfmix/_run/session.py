@@ -18,6 +18,7 @@ from typing import Any
 import keras
 import rich.console
 
+from tfmix import _messages
 from tfmix._keras import global_state, layers, memory, replacements
 from tfmix._run import report, steps
 from tfmix.autocast import fallback, global_policy, record
@@ -112,9 +113,12 @@ class _Session:
         """Makes the script set policies in tfmix rather than in Keras."""
 
         def save(name: str, value: Any) -> None:
-            if name == global_state.POLICY_KEY and _is_new(value):
+            is_off = not global_policy.hooks_keras()
+            if name == global_state.POLICY_KEY and is_off and _is_new(value):
                 global_policy.set_global_policy(value)
-            else:
+                return
+            # The report names the policies that the script sets.
+            with _messages.silenced():
                 original.set_global_attribute(name, value)
 
         functions = {"set_global_attribute": save}
@@ -230,16 +234,12 @@ def _name(policy: keras.DTypePolicy) -> str:
 
 
 def _is_new(policy: keras.DTypePolicy | None) -> bool:
-    """Returns whether a policy to train with differs from the active one."""
+    """Returns whether a policy to train with differs from Keras's own."""
     if policy is None:
         return False
-    # While tfmix is off, setting the policy makes Keras set its own.
-    is_on = global_policy.hooks_keras()
-    current = global_state.policy_name()
-    if is_on:
-        current = global_policy.global_policy().name
+    # Setting tfmix's policy to float32 makes Keras set its own.
     is_float = keras.backend.is_float_dtype(policy.compute_dtype)
-    return is_float and policy.name != current
+    return is_float and policy.name != global_state.policy_name()
 
 
 def _device(here: Any) -> str:

@@ -203,14 +203,13 @@ class _Choice(threading.local):
         # The first is the given one, and the last is active.
         self.policies = [given]
 
-    def replace(self, policy: keras.DTypePolicy) -> None:
-        """Replaces the active policy, or goes back to one of those before."""
+    def went_back(self, policy: keras.DTypePolicy) -> bool:
+        """Goes back to an equal policy; returns whether there is one."""
         known = enumerate(self.policies)
         equal = [i for i, before in known if _are_equal(before, policy)]
         if equal:
             del self.policies[equal[-1] + 1 :]
-        else:
-            self.policies.append(policy)
+        return bool(equal)
 
 
 def _are_equal(before: keras.DTypePolicy, policy: keras.DTypePolicy) -> bool:
@@ -296,18 +295,20 @@ def _replaced_by_keras(policy: keras.DTypePolicy) -> bool:
     if context_values.block.get().policy is not None:
         # Every layer that this block creates has the block's policy.
         return True
-    before = choice.policies[-1]
-    choice.replace(asked(_with_rules(policy)))
-    now = choice.policies[-1]
-    if now is not choice.given and now is not before:
+    policy = _with_rules(policy)
+    if choice.went_back(policy):
+        return True
+    accepted = asked(policy)
+    if not choice.went_back(accepted):
+        choice.policies.append(accepted)
         _messages.warn_once(
             "keras.config.set_dtype_policy(%r) replaces tfmix's policy %r in "
             "this thread until it is set back. If you mean it, call "
             "tfmix.set_global_policy(%r) instead.",
-            now.name,
+            accepted.name,
             choice.given,
-            now.name,
-            about=("set_dtype_policy", now.name, choice.given.name),
+            accepted.name,
+            about=("set_dtype_policy", accepted.name, choice.given.name),
         )
     return True
 
