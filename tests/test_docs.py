@@ -107,10 +107,9 @@ def place(tmp_path, monkeypatch):
 
 
 SLOW_PAGES = {
-    *("adapters-remat-export.md", "by-level-and-by-hand.md", "deployment.md"),
-    *("cast-and-fine-tune.md", "diffusion.md", "faq.md", "float8.md"),
-    *("gans.md", "loss-scaling.md", "many-devices.md", "memory.md"),
-    "one-call.md",
+    *("adapters-remat-export.md", "cast-and-fine-tune.md", "deployment.md"),
+    *("diffusion.md", "faq.md", "float8.md", "gans.md", "loss-scaling.md"),
+    *("many-devices.md", "memory.md"),
 }
 
 
@@ -169,9 +168,9 @@ def test_a_line_for_those_who_come_from_elsewhere_runs(line, place):
     exec(compile(line, "coming-from", "exec"), start(line))
 
 
-def test_every_library_has_its_page_of_options():
+def test_every_page_has_its_options():
     pages = [*(DOCS / "coming-from").glob("*.md")]
-    assert len(pages) == 7
+    assert len(pages) == 3
     for page in pages:
         assert len(options(page.read_text(encoding="utf-8"))) > 10, page
     with pytest.raises(AssertionError, match="nothing"):
@@ -182,7 +181,7 @@ def test_what_is_said_to_be_the_same_by_default_is():
     rows = re.findall(
         r"`(tfmix\.DynamicLossScale\(.*?\))` \| the same defaults", COMING_FROM
     )
-    assert len(rows) > 4
+    assert len(rows) > 3
     for line in rows:
         assert eval(line) == tfmix.DynamicLossScale(), line
 
