@@ -13,6 +13,7 @@ import numpy as np
 from rich import console, markup, text
 
 from tfmix import _messages, demo
+from tfmix.autocast import global_policy
 from tfmix.conversion import convert
 from tfmix.diagnostics import check, environment
 from tfmix.hardware import advice as advise
@@ -149,7 +150,8 @@ def run_convert(options: argparse.Namespace) -> Outcome:
     model = load_model(options.source, compiled=not options.inference)
     with _messages.silenced():
         # Its messages are part of its report, which is printed.
-        report = convert.apply_policy(model, options.policy)
+        policy = global_policy.asked(options.policy)
+        model, report, _ = convert.converted_copy(model, policy)
     model.save(target)
     auto = [devices().auto()] if options.policy == "auto" else []
     data = {

@@ -44,17 +44,11 @@ TENSORFLOW_ONLY = set(
     """.split()
 )
 SINCE = {
-    # `keras.optimizers.MultiOptimizer` is not in Keras 3.12.
-    "_var_to_optimizer_idx": (3, 15),
     "BaseTrainer": (3, 16),
     "_is_excluded_from_weight_decay": (3, 16),
-    "_weight_decay_by_var_key": (3, 16),
     "ops": (3, 16),
 }
-UNTIL = {
-    "Trainer": (3, 15),
-    "_exclude_from_weight_decay_cache": (3, 15),
-}
+UNTIL = {"Trainer": (3, 15)}
 TRAINER = "keras.src.trainers.trainer." + (
     "BaseTrainer" if KERAS >= SINCE["BaseTrainer"] else "Trainer"
 )
@@ -248,13 +242,6 @@ def averaging():
     return made
 
 
-def multi_optimizer():
-    inner = keras.optimizers.SGD()
-    made = keras.optimizers.MultiOptimizer(lambda variable: inner)
-    made.build([keras.Variable([1.0], name="one")])
-    return made
-
-
 def attention(name="MultiHeadAttention"):
     layer = (
         keras.layers.GroupQueryAttention(4, 2, 1)
@@ -360,16 +347,13 @@ ATTRIBUTES = [
         "an optimizer",
         optimizer,
         {
-            dict: "_exclude_from_weight_decay_cache _weight_decay_by_var_key "
-            "_trainable_variables_indices",
+            dict: "_trainable_variables_indices",
             keras.Variable: "_iterations",
             list: "_trainable_variables _variables",
             object: "_distribution_strategy _tracker",
-            set: "_exclude_from_weight_decay",
         },
     ),
     ("an optimizer", averaging, {list: "_model_variables_moving_average"}),
-    ("a MultiOptimizer", multi_optimizer, {dict: "_var_to_optimizer_idx"}),
     (
         "a variable",
         lambda: keras.Variable([1.0]),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests import helpers
+from tfmix import optimizers
 from tfmix._keras import layers
 from tfmix.autocast import global_policy
 from tfmix.conversion import convert
@@ -194,12 +195,46 @@ def test_a_mixed_model_is_quantized_once_it_is_float32(kind, way):
     np.testing.assert_allclose(predict(model), before, atol=0.05)
 
 
+@pytest.mark.parametrize("built", [True, False])
+@pytest.mark.parametrize(
+    ("made", "policy"), [("float32", "bfloat16"), ("float16", "float32")]
+)
+def test_a_conversion_in_place_casts_no_variables(made, policy, built):
+    with global_policy.policy_scope(made):
+        model = keras.Sequential([keras.layers.Dense(2), keras.layers.Dense(1)])
+    if built:
+        model.build((None, 6))
+    with pytest.raises(ValueError, match=rf"become {policy} instead of {made}"):
+        convert.apply_policy(model, policy)
+    assert model.layers[0].dtype_policy.name == made
+    copy = convert.convert_model(model, policy)
+    copy(X)
+    assert copy.layers[0].kernel.dtype == policy
+
+
+@pytest.mark.costly
+def test_a_copy_with_other_variables_keeps_masters_and_trains_anew():
+    model = compiled(sequential(), "adam")
+    pure = convert.convert_model(model, "float16")
+    pure.fit(X, Y, verbose=0)
+    exact = optimizers.export_float32(pure)
+    assert any((x != x.astype("float16")).any() for x in exact)
+    back = convert.convert_model(pure, "float32")
+    for weight, value in zip(back.get_weights(), exact, strict=True):
+        np.testing.assert_array_equal(weight, value)
+    back.fit(X, Y, verbose=0)
+    assert int(back.optimizer.iterations) == 1
+    _, _, report = convert.prepare(model, "adam", "O3")
+    with pytest.raises(RuntimeError, match="made a copy"):
+        report.undo()
+
+
 @pytest.mark.costly
 @pytest.mark.parametrize("policy", ["float16", "bfloat16"])
 def test_pure_16_bit_casts_all_variables_but_heads_and_statistics(policy):
     model = sequential()
     before = predict(model)
-    convert.apply_policy(model, policy)
+    model = convert.convert_model(model, policy)
     body, norm, head = model.layers
     assert {v.dtype for v in body.weights} == {policy}
     # The moving statistics would lose their small updates.

@@ -36,8 +36,7 @@ def dtypes_of(model):
 def fresh_dtypes(kind, policy):
     with tfmix.policy_scope("float32"):
         model = make_model(kind)
-    tfmix.apply_policy(model, policy)
-    return dtypes_of(model)
+    return dtypes_of(tfmix.convert_model(model, policy))
 
 
 def converted_dtypes(kind, policy, before, found):

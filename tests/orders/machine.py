@@ -124,6 +124,11 @@ class Machine:
             self._same(state, "a refused conversion")
             self.laws("refused")
             raise
+        except ValueError as error:
+            if "casts no variables" not in str(error):
+                raise
+            self._same(state, "a conversion that would cast")
+            return
         self.undos.append((report.undo, before))
         self._converted(policy)
 

@@ -51,15 +51,6 @@ def with_nested(optimizer: Any) -> Iterator[Optimizer]:
             yield from with_nested(held)
 
 
-def unwrapped(optimizer: Any) -> list[Optimizer]:
-    """Returns an optimizer and all it holds, except wrappers."""
-    return [
-        part
-        for part in with_nested(optimizer)
-        if "inner_optimizer" not in vars(part)
-    ]
-
-
 def is_applied_in_place(optimizer: Optimizer | None) -> bool:
     """Says whether no code but Keras's base class and ours calls an `apply`.
 

@@ -13,22 +13,18 @@ from tfmix._keras import (
     layer_methods,
     layer_policies,
     optimizers,
-    slots_by_variable,
-    variables,
 )
 from tfmix.autocast import compile_optimizer, fallback, global_policy
 from tfmix.autocast import record as mixed_model
 from tfmix.conversion import (
     copying,
     layer_changes,
-    optimizer_state,
     planned_policies,
 )
 from tfmix.float8 import chosen_layers
 from tfmix.gradient_scaling import model_call
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.optimizers import sixteen_bit_optimizer
-from tfmix.policy import layer_dtypes
 from tfmix.policy import policy as policies
 from tfmix.step import guard
 
@@ -96,15 +92,20 @@ class ConversionReport(_tables.Printed):
         model again since, the new optimizer stays, without tfmix's wrapper.
 
         Raises:
-            RuntimeError: If you call it twice, or if the model or a part of
-                it was converted again or quantized since.
+            RuntimeError: If you call it twice, if the model or a part of it
+                was converted again or quantized since, or if the variables of
+                a copy were cast.
         """
         if self._undo is None:
             raise RuntimeError(
-                "This conversion has been undone already. Call "
+                "This conversion has been undone already, or made a copy. Call "
                 "`apply_policy(model, policy)` to convert the model again."
             )
         self._undo()
+        self._undo = None
+
+    def refuse_undo(self) -> None:
+        """Makes `undo` raise, because the variables of a copy were cast."""
         self._undo = None
 
     @property
@@ -144,9 +145,10 @@ class Prepared(NamedTuple):
     """The result of `prepare`.
 
     Attributes:
-        model: Your model, converted in place.
+        model: Your model, converted in place, or a copy if variables had to be
+            cast (`"O3"`).
         optimizer: The optimizer to compile with, wrapped if necessary.
-        report: The `ConversionReport`, with `undo()`.
+        report: The `ConversionReport`, with `undo()` unless it is a copy.
     """
 
     model: keras.Model
@@ -169,16 +171,19 @@ def apply_policy(
     Args:
         model: A `keras.Model`: Functional, Sequential or subclassed, nested
             or with shared layers.
-        policy: As for `set_global_policy`. Its rules decide which layers
-            stay in float32. Quantized and integer layers are not changed, nor
-            are float32 layers of a model that has 16-bit layers already.
+        policy: As for `set_global_policy`, but one that casts no variables of
+            the model. Its rules decide which layers stay in float32. Quantized
+            and integer layers are not changed, nor are float32 layers of a
+            model that has 16-bit layers already.
 
     Returns:
         A `ConversionReport`: one row per layer, and `undo()`.
 
     Raises:
         TypeError: If `model` is not a Keras 3 model or `policy` not a policy.
-        ValueError: If the policy is unknown or its dtype is not a float.
+        ValueError: If the policy is unknown, its dtype is not a float, or
+            variables would be cast, as by `"bfloat16"`: `convert_model`
+            returns such a model as a copy.
 
     Examples:
         >>> model = keras.Sequential(
@@ -201,9 +206,19 @@ def _convert(
     model: keras.Model,
     policy: keras.DTypePolicy,
     optimizer: keras.optimizers.Optimizer | None = None,
+    may_cast: bool = False,
 ) -> tuple[ConversionReport, Any]:
     """Converts a model; returns the report and the optimizer to train with."""
     steps = planned_policies.plan(model, policy)
+    for layer, before, after in layer_changes.casts(steps):
+        if not may_cast:
+            raise ValueError(
+                "A conversion in place casts no variables. Received: policy="
+                f"{policy.name!r}, under which those of layer {layer.name!r} "
+                f"become {after} instead of {before}. Write `model = "
+                f"tfmix.convert_model(model, {policy.name!r})`, which returns "
+                "a copy."
+            )
     rows = [
         Row(
             layer_policies.path_of(step.layer),
@@ -225,8 +240,7 @@ def _convert(
         else:
             note = "No layer changes: the last column says why."
         notes = (note, *notes)
-    with variables.strategy_scope(model):
-        undo, optimizer = _change(model, policy, steps, optimizer)
+    undo, optimizer = _change(model, policy, steps, optimizer)
     for note in notes:
         _messages.warn("%s", note)
     shown = [step.layer for step in steps if step.shown]
@@ -244,17 +258,10 @@ def _change(
 
     After an error, the model is as it was before.
     """
-    before = optimizer_state.optimizer_of(model)
-    state_before = optimizer_state.take(model)
-    rebind_state = [
-        slots_by_variable.remembered(candidate, model.variables)
-        for candidate in (before, optimizer)
-    ]
+    before = _optimizer_of(model)
     with contextlib.ExitStack() as way_back, contextlib.ExitStack() as failed:
         way_back.callback(layer_changes.forget_compiled, model)
         failed.callback(_adopt, model, before)
-        for rebind in rebind_state:
-            way_back.callback(rebind)
         way_back.callback(_save_settings(optimizer or before))
         check = layer_changes.record(steps, way_back)
         for part in (model, *mixed_model.models_inside(model)):
@@ -263,13 +270,11 @@ def _change(
             scaled = layer_methods.RULES in methods
             way_back.callback(model_call.note_scaling, part, scaled)
         layer_changes.set_dtypes(steps, way_back)
-        for rebind in rebind_state:
-            rebind()
         chosen = chosen_layers.reasons(model)
         way_back.callback(chosen_layers.restore, model, chosen)
         mixed_model.set_policy(model, policy)
         mixed_model.set_policy_inside(model, policy)
-        installed = _wrap_optimizer(model, policy, state_before, optimizer)
+        installed = _wrap_optimizer(model, policy, optimizer)
         if isinstance(installed, scaling.LossScaleOptimizer):
             guard.attach(model)
         elif installed is not before:
@@ -281,31 +286,44 @@ def _change(
 
     def undo() -> None:
         check()
-        with variables.strategy_scope(model):
-            _undo(model, undone, installed, before)
+        undone.close()
+        if _optimizer_of(model) is installed:
+            _adopt(model, before)
+        else:
+            # The user has compiled the model again, and keeps this optimizer.
+            now = mixed_model.policy_of(model) or model.dtype_policy
+            _wrap_optimizer(model, now)
 
     return undo, installed
 
 
-def _undo(
+def converted_copy(
     model: keras.Model,
-    way_back: contextlib.ExitStack,
-    installed: keras.optimizers.Optimizer | None,
-    before: keras.optimizers.Optimizer | None,
-) -> None:
-    """Undoes a conversion that replaced the optimizer `before`."""
-    trained = optimizer_state.take(model)
-    current = optimizer_state.optimizer_of(model)
-    rebind = slots_by_variable.remembered(current, model.variables)
-    way_back.close()
-    rebind()
-    if current is installed:
-        _adopt(model, before)
-        optimizer_state.give(model, trained)
-    else:
-        # The user has compiled the model again, and keeps this optimizer.
-        policy = mixed_model.policy_of(model) or model.dtype_policy
-        _wrap_optimizer(model, policy, trained)
+    policy: keras.DTypePolicy,
+    optimizer: keras.optimizers.Optimizer | None = None,
+) -> tuple[keras.Model, ConversionReport, Any]:
+    """Converts a copy of a model, whose variables are cast if necessary.
+
+    An optimizer's state belongs to variables, so the copy's optimizer starts
+    anew if they are cast.
+    """
+    twin = copying.copy_model(model)
+    casts = layer_changes.casts(planned_policies.plan(twin, policy))
+    current, exact = _optimizer_of(twin), []
+    if casts and current is not None:
+        owner = sixteen_bit_optimizer.owner(current)
+        if owner is not None and owner.built:
+            known = optimizers.remembered(owner)
+            exact = [(v, owner.read_float32(v)) for v in known]
+        if optimizer is None:
+            optimizer = compile_optimizer.without_automatic(current)
+            optimizer = type(optimizer).from_config(optimizer.get_config())
+    report, optimizer = _convert(twin, policy, optimizer, may_cast=True)
+    if casts:
+        report.refuse_undo()
+    for variable, value in exact:
+        variable.assign(keras.ops.cast(value, variable.dtype))
+    return twin, report, optimizer
 
 
 def convert_model(
@@ -322,14 +340,15 @@ def convert_model(
     Args:
         model: A `keras.Model`. A subclassed model must be loadable: it needs
             a `get_config` from which Keras can create it again.
-        policy: As for `apply_policy`.
+        policy: As for `set_global_policy`.
         inference: Boolean, whether the copy is only for prediction: it is
             then not compiled, and has no optimizer state and no trainable
             weights. Defaults to `False`.
 
     Returns:
         The copy, with the same weights. If the model is compiled, so is the
-        copy, with the optimizer's state.
+        copy, with the optimizer's state; the optimizer starts anew where the
+        variables are cast.
 
     Raises:
         TypeError: If `model` is not a Keras 3 model, or cannot be copied.
@@ -348,11 +367,10 @@ def convert_model(
     accepted = global_policy.asked(policy)
     _arguments.model(model)
     with _progress.shown(f"Converting {model.name} to {accepted.name}"):
-        twin = copying.copy_model(model)
+        twin, *_ = converted_copy(model, accepted)
         if inference:
             twin.trainable = twin.compiled = False
             twin.optimizer = None
-        apply_policy(twin, accepted)
     return twin
 
 
@@ -369,7 +387,8 @@ def prepare(
     `build_train_network`. Compile the model with the optimizer it returns.
 
     Args:
-        model: A `keras.Model`, changed in place.
+        model: A `keras.Model`, changed in place; a policy with 16-bit variables
+            changes a copy instead.
         optimizer: A Keras optimizer or the name of one.
         level: `"O0"` to `"O3"`, or any policy. Defaults to `"O2"`:
             `mixed_float16`, normalisation layers in float32, dynamic loss
@@ -403,6 +422,9 @@ def prepare(
     accepted = global_policy.asked(level)
     _arguments.model(model)
     instance = keras.optimizers.get(optimizer)
+    if layer_changes.casts(planned_policies.plan(model, accepted)):
+        model, report, instance = converted_copy(model, accepted, instance)
+        return Prepared(model, instance, report)
     report, instance = _convert(model, accepted, instance)
     return Prepared(model, instance, report)
 
@@ -410,54 +432,33 @@ def prepare(
 def _wrap_optimizer(
     model: keras.Model,
     policy: keras.DTypePolicy,
-    state: optimizer_state.Handover | None,
     optimizer: keras.optimizers.Optimizer | None = None,
 ) -> keras.optimizers.Optimizer | None:
     """Wraps an optimizer, by default the model's, as the dtypes require."""
     level = policies.with_rules(policy).level
-    current = optimizer_state.optimizer_of(model)
-    if optimizer is not None:
-        wrapped = compile_optimizer.choose(optimizer, model, level)
-        if current is not None:
-            _adopt(model, wrapped)
-        return wrapped
-    if current is None:
+    current = _optimizer_of(model)
+    if optimizer is None and current is not None:
+        optimizer = compile_optimizer.without_automatic(current)
+    if optimizer is None:
         return None
-    unwrapped, is_new = _unwrap_optimizer(current, model, state)
-    wrapped = compile_optimizer.choose(unwrapped, model, level)
+    wrapped = compile_optimizer.choose(optimizer, model, level)
     if (
-        not is_new
-        and isinstance(wrapped, scaling.LossScaleOptimizer)
+        isinstance(wrapped, scaling.LossScaleOptimizer)
         and isinstance(current, scaling.LossScaleOptimizer)
         and wrapped.inner_optimizer is current.inner_optimizer
         and wrapped.rule == current.rule
     ):
         # The present wrapper does the same, and keeps its counts.
         wrapped = current
-    _adopt(model, wrapped)
-    optimizer_state.give(model, state)
+    if current is not None:
+        _adopt(model, wrapped)
     return wrapped
 
 
-def _unwrap_optimizer(
-    optimizer: keras.optimizers.Optimizer,
-    model: keras.Model,
-    state: optimizer_state.Handover | None,
-) -> tuple[keras.optimizers.Optimizer, bool]:
-    """Returns the optimizer to wrap, and whether it is a new instance."""
-    pure = layer_dtypes.has_sixteen_bit_variables(model)
-    cast = state is not None and state.cast
-    on_masters = sixteen_bit_optimizer.owner(optimizer) is not None
-    if pure and on_masters and not cast:
-        return optimizer, False
-    unwrapped = compile_optimizer.without_automatic(optimizer)
-    # Master weights, and optimizer state of another dtype, need an optimizer
-    # that is not built. One that loses its masters has float32 state already.
-    masters_go = on_masters and sixteen_bit_optimizer.owner(unwrapped) is None
-    if not unwrapped.built or not (pure or (cast and not masters_go)):
-        return unwrapped, False
-    moved = {} if state is None else state.homes
-    return slots_by_variable.fresh(unwrapped, moved), True
+def _optimizer_of(model: keras.Model) -> keras.optimizers.Optimizer | None:
+    """Returns a compiled model's optimizer, `None` for other models."""
+    compiled = getattr(model, "compiled", False)
+    return getattr(model, "optimizer", None) if compiled else None
 
 
 def _save_settings(

@@ -3,11 +3,8 @@
 import contextlib
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import keras
-import numpy as np
-from keras import ops
 
 from tfmix import _formats
 from tfmix._keras import layer_methods, layer_policies, layers, variables
@@ -31,16 +28,33 @@ def set_dtypes(
     mixed = any(
         step.policy.compute_dtype in _formats.SIXTEEN_BIT for step in steps
     )
+    cast = casts(steps)
     for step in steps:
-        before = step.layer.variable_dtype
         _set_policy(step.layer, step.policy, mixed, way_back)
-        _cast_variables(step.layer, before, way_back)
         way_back.callback(layer_policies.widen_inputs(step.layer))
+    for layer, before, after in cast:
+        for variable in variables.own_variables(layer):
+            # A variable of another dtype has it on purpose.
+            if variable.dtype == before:
+                variables.cast_in_place(variable, after)
     for step in reversed(steps):
         # Inner layers come first, because they decide what a nested model
         # returns. The caller decides what an input returns.
         if not layers.is_input(step.layer):
             _set_spec(step.layer, way_back)
+
+
+def casts(steps: list[planned_policies.Step]) -> list[tuple]:
+    """Lists the layers whose variables a plan casts, with both dtypes."""
+    found = []
+    for step in steps:
+        policy = planned_policies.entry(step.policy, step.layer)
+        before, after = step.layer.variable_dtype, policy.variable_dtype
+        # A layer that is not built yet may still create variables.
+        may_have = variables.own_variables(step.layer) or not step.layer.built
+        if before != after and may_have:
+            found.append((step.layer, before, after))
+    return found
 
 
 def record(
@@ -107,41 +121,6 @@ def _set_policy(
             exact_inputs.look_behind_casts(layer)
         if not layers.is_structure(layer):
             fallback.attach(layer)
-
-
-def _cast_variables(
-    layer: keras.Layer, before: str, way_back: contextlib.ExitStack
-) -> None:
-    """Casts a layer's own variables, if they have its former dtype."""
-    dtype = layer.variable_dtype
-    if dtype == before:
-        return
-    own = variables.own_variables(layer)
-    # A variable of another dtype has it on purpose.
-    deliberate = {id(v) for v in own if v.dtype != before}
-    originals: dict[int, Any] = {}
-
-    def restore() -> None:
-        # The layer may have been built since, and have new variables.
-        for variable in variables.own_variables(layer):
-            if variable.dtype == dtype and id(variable) not in deliberate:
-                _cast_back(variable, before, originals.get(id(variable)))
-
-    way_back.callback(restore)
-    for variable in own:
-        if id(variable) not in deliberate:
-            originals[id(variable)] = ops.convert_to_numpy(variable.value)
-            variables.cast_in_place(variable, dtype)
-
-
-def _cast_back(variable: keras.Variable, dtype: str, original: Any) -> None:
-    now, narrow = ops.convert_to_numpy(variable.value), variable.dtype
-    variables.cast_in_place(variable, dtype)
-    if original is not None:
-        # Weights that have not changed since get back their lost bits.
-        narrowed = ops.convert_to_numpy(ops.cast(original, narrow))
-        wide = now.astype(original.dtype)
-        variable.assign(np.where(now == narrowed, original, wide))
 
 
 def _set_spec(layer: keras.Layer, way_back: contextlib.ExitStack) -> None:
