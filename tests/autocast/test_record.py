@@ -229,63 +229,11 @@ def test_a_model_with_a_policy_loads_without_it():
     np.testing.assert_array_equal(found, model.predict(x, verbose=0))
 
 
-def headed(*activations, dtype=None):
-    """Returns a model with a head for each activation."""
-    inputs = keras.Input((4,))
-    outputs = [
-        keras.layers.Dense(3, one, name=f"head{n}", dtype=dtype)(inputs)
-        for n, one in enumerate(activations)
-    ]
-    return keras.Model(inputs, outputs)
-
-
 def two_heads():
     inputs = keras.Input((4,))
     wide = keras.layers.Dense(3, name="price", dtype="float32")(inputs)
     narrow = keras.layers.Dense(3, name="kind")(inputs)
     return keras.Model(inputs, {"price": wide, "kind": narrow})
-
-
-class Own(keras.Model):
-    """Does not say which layer is its last."""
-
-    def __init__(self):
-        super().__init__(name="own")
-        self.dense = keras.layers.Dense(3)
-
-    def call(self, x):
-        return self.dense(x)
-
-
-FORMAT = "float16 (3 digits, up to 65504); make"
-# The last value is the line about the outputs of a model, if there is one.
-OUTPUTS = {
-    "one": (
-        lambda: headed("softmax"),
-        f"last layer 'head0' is {FORMAT} it",
-    ),
-    "three": (
-        lambda: headed(None, "relu", "sigmoid"),
-        f"last layers 'head0', 'head1', 'head2' are {FORMAT} them",
-    ),
-    "one of a dict": (two_heads, f"last layer 'kind' is {FORMAT} it"),
-    "of a model": (Own, f"the output of 'own' is {FORMAT} what returns it"),
-    "none": (lambda: headed("softmax", dtype="float32"), None),
-}
-
-
-@pytest.mark.parametrize("kind", OUTPUTS)
-def test_outputs_in_16_bit_are_reported_once_in_one_line(said, kind):
-    make, line = OUTPUTS[kind]
-    with global_policy.policy_scope("mixed_float16"):
-        model = make()
-    model.compile("sgd", "mse")
-    x = np.zeros((4, 4), "float32")
-    y = keras.tree.map_structure(np.zeros_like, model(x))
-    model.fit(x, y, epochs=2, verbose=0)
-    model.predict(x, verbose=0)
-    model.evaluate(x, y, verbose=0)
-    assert said == ([f'{line} `dtype="float32"`'] if line else [])
 
 
 def test_keras_refuses_losses_that_do_not_fit():

@@ -185,16 +185,6 @@ def test_a_model_of_two_outputs_trains_on_two_replicas(dtype):
     assert np.isfinite(history["a_loss"]).all()
 
 
-def test_a_last_layer_in_16_bit_is_reported_once_per_process_and_dtype(caplog):
-    for name in (*NAMES, *NAMES):
-        made(name)(X)
-    found = [m for m in caplog.messages if "last layer" in m]
-    assert len(found) == 2
-    for message, name in zip(found, NAMES, strict=True):
-        assert f"is {name[6:]} (" in message
-        assert 'dtype="float32"' in message
-
-
 @pytest.mark.parametrize("in_scope", [True, False])
 def test_a_sum_beyond_float16_is_returned_after_the_scope_as_well(in_scope):
     class Total(keras.Model):

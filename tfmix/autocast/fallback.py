@@ -21,6 +21,7 @@ from tfmix._keras import (
     layer_policies,
     layers,
     replacements,
+    training,
     variables,
 )
 from tfmix.autocast import exact_inputs
@@ -66,7 +67,58 @@ def reason(layer: keras.Layer) -> str:
     return state.why if state is not None and state.is_float32() else ""
 
 
-def trace_again(
+def retrying(
+    model: keras.Model, original: Callable, *args: Any, **kwargs: Any
+) -> Any:
+    """Makes a train function whose first call is tried again if it fails.
+
+    A user's own `train_step` may mix dtypes. It is then traced a second time,
+    on layers that return float32.
+
+    Args:
+        model: The model.
+        original: Its `make_train_function`.
+        *args: Positional arguments of `original`.
+        **kwargs: Keyword arguments of `original`.
+    """
+    before = model.train_function
+    original(*args, **kwargs)
+    function = model.train_function
+    if function is before or not training.has_own_step(model):
+        return function
+    is_first = True
+
+    def anew(*arguments: Any) -> Any:
+        nonlocal function
+        # Otherwise a part of the failed trace could run.
+        original(force=True)
+        function = model.train_function
+        return function(*arguments)
+
+    def first(*arguments: Any) -> Any:
+        nonlocal is_first
+        # A callback may have stored this function, or replaced it.
+        if not is_first:
+            return function(*arguments)
+        is_first = False
+        built = layers.is_built(model)
+        arguments = training.for_two_calls(model, arguments)
+        try:
+            logs = function(*arguments)
+        except Exception as error:
+            if not built:
+                # Variables created in a failed trace have no value.
+                raise
+            logs = _traced_again(model, error, lambda: anew(*arguments))
+        if model.train_function is first:
+            model.train_function = function
+        return logs
+
+    model.train_function = first
+    return first
+
+
+def _traced_again(
     model: keras.Model, error: Exception, trace: Callable[[], Any]
 ) -> Any:
     """Traces a failed `train_step` again, after its layers return float32.

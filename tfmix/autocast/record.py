@@ -28,7 +28,6 @@ from tfmix.autocast import (
     compile_optimizer,
     exact_inputs,
     fallback,
-    first_step,
     interceptor,
 )
 from tfmix.float8 import chosen_layers
@@ -197,7 +196,7 @@ class _MixedModel:
     def _make_train_function(
         self, original: Callable, *args: Any, **kwargs: Any
     ) -> Any:
-        return first_step.watched(self._model, original, *args, **kwargs)
+        return fallback.retrying(self._model, original, *args, **kwargs)
 
     def _averages(self) -> bool:
         """Returns whether the optimizer averages the weights it updates."""

@@ -7,14 +7,11 @@ from typing import Any
 
 import keras
 
-from tfmix import _messages
 from tfmix._keras import global_state, layer_methods, layers
 from tfmix.gradient_scaling import heads, model_call
 from tfmix.ops import tensors
 from tfmix.policy import layer_dtypes
 from tfmix.step import guard
-
-_HOLDS = {"float16": "3 digits, up to 65504", "bfloat16": "2 digits"}
 
 
 def outputs_as_made() -> contextlib.AbstractContextManager[None]:
@@ -46,7 +43,6 @@ class Outputs:
 
     def __init__(self, model: keras.Model, under_rules: Callable) -> None:
         self._model, self._under_rules = model, under_rules
-        self._told = False
 
     @functools.cached_property
     def parts(self) -> list[heads.Part]:
@@ -84,7 +80,6 @@ class Outputs:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             outputs = self._own_call()(*args, **kwargs)
-            self._tell_of_16_bit(outputs)
             # Under the rules, a cast returns the value from before rounding.
             return tensors.map_leaves(outputs, wide)
 
@@ -94,43 +89,3 @@ class Outputs:
     def _own_call(self) -> Callable:
         rules = layer_methods.RULES
         return layer_methods.wrapped(self._model, "call", rules)
-
-    def _tell_of_16_bit(self, outputs: Any) -> None:
-        if self._told or not getattr(self._model, "compiled", False):
-            return
-        self._told = True
-        # This is Keras's order, by sorted keys for a dict.
-        leaves = keras.tree.flatten_with_path(outputs)
-        narrow = [
-            place
-            for place, (_, leaf) in enumerate(leaves)
-            if tensors.is_16_bit(leaf)
-        ]
-        if narrow:
-            _, leaf = leaves[narrow[0]]
-            dtype = tensors.float_dtype(leaf)
-            # It is reported once per process: a package may create many models,
-            # whose layers its user cannot change.
-            line = _line(self._model, narrow, dtype)
-            _messages.warn_once(line, about=("last layer", dtype))
-
-
-def _last_layer(model: keras.Model, place: int) -> keras.Layer | None:
-    """Returns the layer that computes a graph's result, if it is known."""
-    results = layers.results(model)
-    made_by = layers.maker(results[place])[0] if place < len(results) else None
-    return made_by if isinstance(made_by, keras.Layer) else None
-
-
-def _line(model: keras.Model, narrow: list[int], dtype: str) -> str:
-    """Describes the layer that returns 16 bit, and says what to write."""
-    dtype = f"{dtype} ({_HOLDS[dtype]})"
-    made_by = [_last_layer(model, place) for place in narrow]
-    names = [repr(layer.name) for layer in made_by if layer is not None]
-    if len(names) < len(narrow):
-        what = f"the output of {model.name!r} is {dtype}; make what returns it"
-    elif len(names) == 1:
-        what = f"last layer {names[0]} is {dtype}; make it"
-    else:
-        what = f"last layers {', '.join(names)} are {dtype}; make them"
-    return f'{what} `dtype="float32"`'
