@@ -70,9 +70,9 @@ BENCHMARKS = (
         "recipes",
         "Examples against float32",
         "The scripts of `examples/`, trained in float32 and in 16 bit from the "
-        "same three seeds: mean, lowest and highest score. `many_devices` and "
-        "`many_workers` also skip one bad step in each epoch; `tpu` and the "
-        "replicas are virtual CPU devices.",
+        "same three seeds: mean, lowest and highest test accuracy in percent, "
+        "or what is named. `many_devices` and `many_workers` also skip one bad "
+        "step in each epoch; devices are virtual CPU devices.",
         (TENSORFLOW,),
         None,
     ),
@@ -117,7 +117,6 @@ BENCHMARKS = (
         "[Memory](memory.md#optimizer-state-in-8-bits).",
         (JAX,),
         (
-            Quote(JAX, "Digits, accuracy in %", _STATE),
             Quote(JAX, "Language of a text, accuracy in %", _STATE),
             Quote(
                 JAX,
@@ -173,8 +172,8 @@ BENCHMARKS = (
     Benchmark(
         "monitors",
         "Monitors",
-        "`fit` with `LossScaleMonitor()` took 0.97 (0.93 to 1.01) of the time "
-        "without it, and with `NumericsMonitor(every=100)` 1.03 (0.99 to "
+        "`fit` with `LossScaleMonitor()` took 0.97 (0.93–1.01) of the time "
+        "without it, and with `NumericsMonitor(every=100)` 1.03 (0.99–"
         "1.07), on two CPU cores.",
         (TENSORFLOW,),
     ),

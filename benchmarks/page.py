@@ -12,10 +12,10 @@ _INTRODUCTION = """\
 <!-- Made by `make bench`; what is written here by hand is lost. -->
 
 `make bench` measures all of this again, `make bench ONLY="gpu faults"` some.
-The records, with every row that is not shown here, are JSON files in
-`docs/benchmarks/`.
+The JSON files in `docs/benchmarks/` have the rows that are not shown here, and
+the machines.
 
-A cell such as 1.06 (1.02 to 1.11) is the median with the smallest and the
+A cell such as 1.06 (1.02–1.11) is the median with the smallest and the
 largest run. Runs that are compared took turns, so a slow moment of the machine
 hits both. On two CPU cores, do not trust a difference below 5 %. "Bare" is the
 optimizer alone, without a loss scale or a check.
@@ -41,7 +41,7 @@ def cell(value: Any) -> str:
         middle, low, high = (
             cell(value[key]) for key in ("median", "low", "high")
         )
-        return f"{middle} ({low} to {high})"
+        return f"{middle} ({low}–{high})"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):
@@ -179,7 +179,7 @@ def _provenance(record: dict[str, Any]) -> str:
         for name in ("keras", backend, f"{backend}-cpu")
         if name in versions
     )
-    on = machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
+    on = machine.get("gpu") or f"{machine['cores']} CPU cores"
     command = f"`{record['command']}`" if record["command"] else ""
     parts = [record["date"][:10], command, on, what, _escaped(record["how"])]
     return f"<small>{'; '.join(filter(None, parts))}</small>"

@@ -16,9 +16,9 @@ from tests.examples import compared
 
 # What a script's score is, where it is not the accuracy on test data.
 _SCORES = {
-    "fine_tuning": "R2 of the forecast",
-    "gan": "drawings recognised",
-    "diffusion": "drawings recognised",
+    "fine_tuning": ", R2",
+    "gan": ", drawings recognised",
+    "diffusion": ", drawings recognised",
 }
 
 
@@ -28,9 +28,8 @@ def rows(name: str, seeds: int) -> Iterator[dict[str, str]]:
     float32, *others = runs
     for other in others:
         yield {
-            "script": name,
+            "script": name + _SCORES.get(name, ""),
             "variant": other,
-            "score, %": _SCORES.get(name, "test accuracy"),
             "float32": mean_and_range(compared.scores(runs[float32])),
             "16 bit": mean_and_range(compared.scores(runs[other])),
         }
@@ -39,7 +38,7 @@ def rows(name: str, seeds: int) -> Iterator[dict[str, str]]:
 def mean_and_range(scores: Sequence[float]) -> str:
     """Returns a cell with the mean, the lowest and the highest score."""
     mean = statistics.mean(scores)
-    return f"{mean:.2f} ({min(scores):.1f} to {max(scores):.1f})"
+    return f"{mean:.2f} ({min(scores):.1f}–{max(scores):.1f})"
 
 
 FLAGS = results.flag_values()

@@ -38,7 +38,7 @@ def record(name="gpu", backend="jax", rows=None, **changes):
         (0.0, "0"),
         (math.nan, "nan"),
         ("as it is", "as it is"),
-        ({"median": 1.0, "low": 0.5, "high": 2.0}, "1.00 (0.50 to 2.00)"),
+        ({"median": 1.0, "low": 0.5, "high": 2.0}, "1.00 (0.50–2.00)"),
     ],
 )
 def test_a_cell_shows_three_digits_and_no_more(value, text):
