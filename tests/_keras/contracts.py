@@ -163,6 +163,10 @@ FUNCTIONS = {
         "_eager_mode_decorator": "f args kwargs",
         "_graph_mode_decorator": "f args kwargs",
     },
+    "tensorflow.python.eager.polymorphic_function.function_context": {
+        "make_function_context": "scope_type",
+    },
+    "tensorflow.python.framework.ops": {"get_gradient_function": "op"},
     "tensorflow.Graph": {"_get_control_flow_context": "self"},
     "tensorflow.__internal__.FuncGraph": {"capture": "self tensor"},
     "tensorflow.python.eager.record": {
@@ -266,6 +270,13 @@ def masked():
     return keras.layers.Masking()(keras.Input((3, 4)))
 
 
+def operation():
+    import tensorflow as tf
+
+    with tf.Graph().as_default():
+        return tf.constant(1.0).op
+
+
 # (the kind of object, how to make it, its attributes by their type)
 ATTRIBUTES = [
     (
@@ -294,6 +305,7 @@ ATTRIBUTES = [
         },
     ),
     ("a Sequential", sequential, {keras.Model: "_functional"}),
+    ("an operation", operation, {type(None): "_gradient_function"}),
     (
         "a symbol",
         lambda: keras.Input((4,)),

@@ -111,6 +111,39 @@ def test_a_custom_gradient_lives_no_longer_than_its_graph():
     assert known() is None
 
 
+@tensorflow_only
+def test_a_gradient_function_of_one_operation_is_not_in_its_graph():
+    import tensorflow as tf
+
+    asked = []
+
+    @tf.function
+    def function(x):
+        y = tf.tanh(x)
+        gradients.when_asked(y, lambda: asked.append(y.op.node_def))
+        return y
+
+    x = tf.constant(0.0)
+    plain = tf.function(tf.tanh).get_concrete_function(x)
+    concrete = function.get_concrete_function(x)
+    (node,) = [n for n in concrete.graph.as_graph_def().node if n.op == "Tanh"]
+    (right,) = [n for n in plain.graph.as_graph_def().node if n.op == "Tanh"]
+    assert node.attr.keys() == right.attr.keys()
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = concrete(x)
+    assert float(tape.gradient(y, x)) == 1.0
+    assert len(asked) == 1
+
+
+@tensorflow_only
+def test_the_context_of_a_function_tells_its_traces_apart():
+    from tensorflow.core.function.polymorphism import function_cache
+
+    context = function_cache.FunctionContext("context", "scope")
+    assert (context.context, context.scope_type) == ("context", "scope")
+
+
 def test_a_layer_run_as_an_earlier_call_is_in_its_mode_and_dtype():
     seen, states, x = [], [], np.ones((2, 3))
 

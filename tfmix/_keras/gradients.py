@@ -1,6 +1,7 @@
 """Reads and replaces the gradients that TensorFlow records."""
 
 import contextlib
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -12,15 +13,20 @@ from tfmix._keras import global_state, replacements
 
 # TensorFlow calls one of these for a `tf.custom_gradient`.
 CUSTOM: tuple[replacements.Place, ...] = ()
+# TensorFlow calls this to find the trace of a `tf.function` for a call.
+TRACE: tuple[replacements.Place, ...] = ()
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
     from tensorflow.python.eager import forwardprop_util, record
+    from tensorflow.python.eager.polymorphic_function import function_context
+    from tensorflow.python.framework import ops as framework_ops
     from tensorflow.python.ops import custom_gradient, gradients_util
 
     CUSTOM = (
         (custom_gradient, "_eager_mode_decorator"),
         (custom_gradient, "_graph_mode_decorator"),
     )
+    TRACE = ((function_context, "make_function_context"),)
 
 # A graph holds its own gradient functions under this name.
 _OF_GRAPH = "_tfmix_gradients"
@@ -50,6 +56,38 @@ def may_be_asked() -> bool:
         return False
     is_graph = not tf.executing_eagerly()
     return is_recorded() or (is_graph and global_state.is_training())
+
+
+def traced_for_gradients(original: Callable) -> Callable:
+    """Traces a `tf.function` again for a caller that may ask for gradients.
+
+    Its first trace, for a call without a tape, holds nothing for gradients.
+    """
+
+    @functools.wraps(original)
+    def make_function_context(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        if not may_be_asked():
+            return found
+        return type(found)((found.context, "gradients"), found.scope_type)
+
+    return make_function_context
+
+
+def when_asked(result: Any, say: Callable[[], None]) -> None:
+    """Calls a function if a gradient of a traced tensor is formed later.
+
+    Nothing of it is in the graph that is saved or exported.
+    """
+    op = result.op
+    own = op._gradient_function
+
+    def gradient(*args: Any) -> Any:
+        say()
+        op._gradient_function = own
+        return framework_ops.get_gradient_function(op)(*args)
+
+    op._gradient_function = gradient
 
 
 def unrecorded() -> contextlib.AbstractContextManager[None]:

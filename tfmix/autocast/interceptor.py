@@ -17,6 +17,7 @@ import keras
 
 from tfmix._keras import (
     context_values,
+    gradients,
     layers,
     op_places,
     penalties,
@@ -99,6 +100,9 @@ _METHODS: dict[replacements.Place, list[Row]] = {
     ),
     layers.ASSIGN: [Row(SIXTEEN_BIT, fallback.assigning_exactly)],
     **dict.fromkeys(recomputation.PLACES, [Row(_ALWAYS, _recomputed)]),
+    **dict.fromkeys(
+        gradients.TRACE, [Row(_ALWAYS, gradients.traced_for_gradients)]
+    ),
     **{
         place: [Row(SIXTEEN_BIT, make)]
         for place, make in weight_gradients.METHODS.items()

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import keras
 
+from tfmix import _messages
 from tfmix._keras import (
     compilation,
     context_values,
@@ -98,7 +99,7 @@ def call_inside(
     if not (is_float16 and context_values.block.get().has_borders):
         return call(*args, **kwargs)
     if not gradients.may_be_asked():
-        return call(*args, **kwargs)
+        return _unscaled(model.name, call(*args, **kwargs))
     inputs = _inputs((args, kwargs))
     values = _values(model, inputs)
     function = _as_function(model, call, inputs)
@@ -117,6 +118,27 @@ def call_inside(
             return call(*args, **kwargs)
         floats, losses, rest = jax_border.call(function, values)
     return _finished(model, inputs.scope, floats, losses, rest)
+
+
+def _unscaled(name: str, results: Any) -> Any:
+    """Returns the results of a trace in which no gradient is scaled.
+
+    A `tf.function` is traced again under a tape, but a concrete function is
+    not.
+    """
+    for result in filter(compilation.is_symbolic, _arrays(results)):
+        if _is_float(result):
+            gradients.when_asked(
+                result,
+                lambda: _messages.warn_once(
+                    f"the gradients of {name!r} are not scaled in float16, so "
+                    "small ones are lost: its concrete function was traced "
+                    "outside of a tape. Call the `tf.function`, or trace it "
+                    "inside a `tf.GradientTape`",
+                    about=("concrete function", name),
+                ),
+            )
+    return results
 
 
 class _Inputs(NamedTuple):
