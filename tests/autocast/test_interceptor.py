@@ -19,6 +19,7 @@ from tests.tree import ROOT
 from tfmix._keras import (
     compile_method,
     global_state,
+    gradients,
     op_places,
     replacements,
     scalars,
@@ -39,14 +40,21 @@ class Comparison:
     """Remembers Keras's attributes, and those of a few more owners.
 
     tfmix's own wrappers have an `apply` beside that of Keras's optimizers.
-    TensorFlow has a module for custom gradients, and tensors have operators.
+    TensorFlow has modules for custom gradients and traces of functions, and
+    tensors have operators.
     """
 
     def __init__(self):
         wrapper = sixteen_bit_optimizer.SixteenBitOptimizer
-        gradients = sys.modules["tensorflow.python.ops.custom_gradient"]
-        beside = dict.fromkeys(owner for owner, _ in scalars.PLACES)
-        self._owners = [*replaced_names.owners(), wrapper, gradients, *beside]
+        beside = dict.fromkeys(
+            owner
+            for owner, _ in (
+                *gradients.CUSTOM,
+                *gradients.TRACE,
+                *scalars.PLACES,
+            )
+        )
+        self._owners = [*replaced_names.owners(), wrapper, *beside]
         self._before = replaced_names.snapshot(self._owners)
 
     def changed(self):
