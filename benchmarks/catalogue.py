@@ -131,7 +131,7 @@ BENCHMARKS = (
         "Ways to keep the bits that 16-bit variables lose; mean and standard "
         "deviation of five seeds. More in [Memory](memory.md#16-bit-weights).",
         (TENSORFLOW,),
-        (Quote(TENSORFLOW, "Digits"),),
+        (Quote(TENSORFLOW, "Digits", ("variant", "accuracy in %")),),
     ),
     Benchmark(
         "overhead",
