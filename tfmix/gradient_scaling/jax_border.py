@@ -1,7 +1,8 @@
 """The scaling border around a function, under JAX."""
 
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +19,9 @@ Results = tuple[list, list, Any]
 Function = Callable[..., Results]
 
 
-def call(function: Function, values: Sequence) -> Results:
+def call(
+    function: Function, values: Sequence, overwritten: Collection[int] = ()
+) -> Results:
     """Calls a function whose gradients are scaled inside it only.
 
     Each backward pass finds a power of two that brings the incoming gradients
@@ -31,10 +34,13 @@ def call(function: Function, values: Sequence) -> Results:
             whose gradients are often far larger, and a nest of other values
             that no gradient passes through.
         values: All arrays it depends on. Those of float dtypes get gradients.
+        overwritten: The `id`s of arrays whose gradient is their next value,
+            which leaves as it is.
 
     Returns:
         What the function returns.
     """
+    as_values = [id(value) in overwritten for value in values]
     # JAX turns NumPy arrays into constants, for which it takes no gradients.
     values = jax_products.varying_alike(map(jnp.asarray, values))
     # Derivatives are taken only at the border.
@@ -47,7 +53,7 @@ def call(function: Function, values: Sequence) -> Results:
         (pull, context_values.block.get().placing),
         values,
         function,
-        functools.partial(_gradients, function),
+        functools.partial(_gradients, function, as_values),
     )
     return results, losses, others
 
@@ -114,7 +120,11 @@ def _pushed(function: Function, values: Sequence, tangents: list) -> tuple:
 
 
 def _gradients(
-    function: Function, kept: tuple, values: tuple, upstream: tuple
+    function: Function,
+    as_values: Sequence[bool],
+    kept: tuple,
+    values: tuple,
+    upstream: tuple,
 ) -> list:
     """Returns the unscaled gradients of the arguments of `call`."""
     pull, factor = kept
@@ -130,7 +140,13 @@ def _gradients(
     spread = functools.cache(functools.partial(_spread, down))
     # This is infinity, unless `down` is NaN.
     lost = functools.cache(functools.partial(_spread, lax.add(down, jnp.inf)))
-    return [_unscaled(spread, lost, gradient) for gradient in inside]
+    floats = map(_is_float, values)
+    return [
+        gradient if as_value else _unscaled(spread, lost, gradient)
+        for gradient, as_value in zip(
+            inside, itertools.compress(as_values, floats), strict=True
+        )
+    ]
 
 
 def _pulled(

@@ -103,20 +103,26 @@ def call_inside(
     inputs = _inputs((args, kwargs))
     values = _values(model, inputs)
     function = _as_function(model, call, inputs)
+    overwritten = _overwritten(model, inputs)
     if _TENSORFLOW:
         # A second run starts from these values, so that it draws the same
         # random numbers. A graph needs no second run.
         frozen = model.non_trainable_variables if tf.executing_eagerly() else ()
         start = {id(v): tf.convert_to_tensor(v.value) for v in frozen}
         floats, losses, rest = tensorflow_border.call(
-            function, values, again=functools.partial(function, start=start)
+            function,
+            values,
+            again=functools.partial(function, start=start),
+            overwritten=overwritten,
         )
     else:
         # An unbuilt model creates its variables in the call.
         is_traced = any(map(compilation.is_symbolic, values))
         if not is_traced or not layers.is_built(model):
             return call(*args, **kwargs)
-        floats, losses, rest = jax_border.call(function, values)
+        floats, losses, rest = jax_border.call(
+            function, values, overwritten
+        )
     return _finished(model, inputs.scope, floats, losses, rest)
 
 
@@ -216,6 +222,15 @@ def _values(model: keras.Model, inputs: _Inputs) -> list:
         held = _held(model, inputs.nest)
         values += [x for x in held if id(x) not in known]
     return values
+
+
+def _overwritten(model: keras.Model, inputs: _Inputs) -> set[int]:
+    """Returns the `id`s of values whose gradient is their next value."""
+    variables = filter(keras_variables.is_overwritten, model.variables)
+    return {
+        id(inputs.states.get(id(v), keras_variables.local(v.value)))
+        for v in variables
+    }
 
 
 def _as_function(model: keras.Model, call: Any, inputs: _Inputs) -> Callable:

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,11 @@ Function = Callable[..., Results]
 
 
 def call(
-    function: Function, tensors: Sequence, *, again: Function | None = None
+    function: Function,
+    tensors: Sequence,
+    *,
+    again: Function | None = None,
+    overwritten: Collection[int] = (),
 ) -> Results:
     """Calls a function whose gradients are scaled inside it only.
 
@@ -38,10 +42,14 @@ def call(
         tensors: Its arguments, float tensors.
         again: Runs the function again, without side effects. Defaults to the
             function.
+        overwritten: The `id`s of tensors and variables whose gradient is their
+            next value, which leaves as it is.
 
     Returns:
         What the function returns.
     """
+    tensors = list(tensors)
+    as_values = [id(tensor) in overwritten for tensor in tensors]
     # Eager tensors become part of the graph, so that it has their gradients.
     inside = _told_apart(map(tf.convert_to_tensor, tensors))
     # A graph holds its own gradients. Inside a second tape, TensorFlow would
@@ -51,7 +59,10 @@ def call(
     ((results, losses, rest), variables) = gradients.and_variables(
         _recorded, tape, function, inside
     )
-    border = _Border(again or function, inside, variables, (results, losses))
+    as_values += [id(variable) in overwritten for variable in variables]
+    border = _Border(
+        again or function, inside, variables, (results, losses), as_values
+    )
     return (*border.results(tape), rest)
 
 
@@ -90,8 +101,9 @@ class _Border:
         tensors: Sequence,
         variables: Sequence,
         results: tuple[list, list],
+        as_values: Sequence[bool] = (),
     ) -> None:
-        self._again = again
+        self._again, self._as_values = again, as_values
         self._tensors, self._variables = list(tensors), list(variables)
         self._results = results
         self._handles = gradients.handles(variables)
@@ -155,7 +167,8 @@ class _Border:
         with _as_written():
             unscaled = _all_unscaled(by.down, values, says_why)
             for n, true in zip(kept, unscaled, strict=True):
-                inside[n] = _as_before(inside[n], true)
+                if not (self._as_values and self._as_values[n]):
+                    inside[n] = _as_before(inside[n], true)
         return inside
 
     def _inside(

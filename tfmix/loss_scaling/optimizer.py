@@ -665,7 +665,7 @@ class LossScaleOptimizer(
                 if self._gradient_norm is not None:
                     norm = unscale.norm(true, variables)
                 is_data = applied is not True and self._blames_data(
-                    grads, unscaled
+                    unscale.without_values(grads, variables), unscaled
                 )
                 after = state.after(rule, applied, bad, norm, is_data)
                 self._warn_if_still(state, after)

@@ -177,10 +177,18 @@ def widened(gradient: Any) -> Any:
 
 def norm(true: Sequence, variables: Sequence) -> Any:
     """Returns the float32 norm of all unscaled gradients together."""
-    # A value that overwrites its variable is not a gradient.
     squares = [
         ops.sum(ops.square(ops.cast(all_finite.summed(gradient), "float32")))
-        for gradient, variable in zip(true, variables, strict=True)
-        if gradient is not None and not keras_variables.is_overwritten(variable)
+        for gradient in without_values(true, variables)
+        if gradient is not None
     ]
     return ops.sqrt(sum(squares, ops.zeros(())))
+
+
+def without_values(grads: Sequence, variables: Sequence) -> list:
+    """Returns gradients without the values that overwrite their variables."""
+    return [
+        gradient
+        for gradient, variable in zip(grads, variables, strict=True)
+        if not keras_variables.is_overwritten(variable)
+    ]
