@@ -320,14 +320,160 @@ class MixesAround(layers.Layer):
         return strict_add(x, ops.softmax(masked))
 
 
-def test_layers_of_one_code_are_named_once(caplog):
+class Names(layers.Layer):
+    """Raises an error that names the layer, as those of variables do."""
+
+    def call(self, x):
+        if helpers.dtype_of(x) != "float32":
+            raise TypeError(f"{self.path} cannot")
+        return x
+
+
+class NamesAlike(Names):
+    """Inherits the code that fails."""
+
+
+def test_a_cause_is_one_line_whatever_its_error_names(caplog):
     for _ in range(2):
         tfmix.set_global_policy("mixed_float16")
-        for made in (Mixes(name="a"), Mixes(name="b"), Block()):
-            made(X)
-            assert made.compute_dtype == "float32"
+        for kind in (Mixes, MixesAlike, Block, Names, NamesAlike):
+            for name in "ab":
+                made = kind(name=name)
+                made(X)
+                assert made.compute_dtype == "float32"
         found = [w for w in warnings_in(caplog) if "layer '" in w]
-        assert len(found) == 2
+        kinds = [w.partition("(")[2].partition(")")[0] for w in found]
+        assert kinds == ["Mixes", "Block", "Names"]
+
+
+def test_another_layer_of_the_class_is_tried_by_itself(caplog):
+    with tfmix.policy_scope("mixed_float16"):
+        falls, stays = Outer(adds=True), Outer()
+    assert helpers.dtype_of(falls(X)) == "float32"
+    stays(X)
+    assert (falls.compute_dtype, stays.compute_dtype) == ("float32", "float16")
+    assert not any("class" in warning for warning in warnings_in(caplog))
+
+
+class Filters(layers.Layer):
+    """Has a method, beside its `call`, that calls layers of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = layers.Dense(8), layers.Dense(8)
+        self.chain = keras.Sequential([self.first, layers.ReLU(), self.last])
+
+    def build(self, shape):
+        self.chain.build(shape)
+
+    def of(self, x):
+        return self.last(ops.relu(self.first(x))) + self.chain(x)
+
+    def call(self, x):
+        return self.of(x)
+
+
+class Spectrum(layers.Layer):
+    """Takes a Fourier transform, which has no 16-bit kernel."""
+
+    def __init__(self):
+        super().__init__()
+        self.filters = Filters()
+
+    def build(self, shape):
+        self.filters.build(shape)
+
+    def call(self, x):
+        found = self.filters.of(x)
+        if helpers.ON_JAX:
+            from jax import lax
+
+            return (
+                ops.real(lax.fft(found, "RFFT", (8,))) + self.filters(x)[:, :5]
+            )
+        import tensorflow as tf
+
+        return tf.math.real(tf.signal.rfft(found)) + self.filters(x)[:, :5]
+
+
+@pytest.mark.parametrize("mode", steps.MODES)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_layers_that_a_method_of_an_inner_layer_calls_return_float32(
+    name, mode
+):
+    made = []
+    for policy in ("float32", name):
+        keras.utils.set_random_seed(0)
+        with tfmix.policy_scope(policy):
+            made.append(Spectrum())
+            made[-1].build((4, 8))
+    expected, layer = made
+    found = steps.compiled(layer, mode)(ops.array(X))
+    assert helpers.dtype_of(found) == "float32"
+    within = 0.02 if name == "mixed_float16" else 0.2
+    np.testing.assert_allclose(found, expected(X), atol=within)
+    # Their products stay in 16 bit, and so does what they return elsewhere.
+    inside = layer.filters, layer.filters.first, layer.filters.last
+    assert {part.compute_dtype for part in inside} == {name[6:]}
+    assert {helpers.dtype_of(part(X)) for part in inside} == {name[6:]}
+
+
+@keras.saving.register_keras_serializable("fallback")
+class Shares(layers.Layer):
+    """Calls a layer that others call, too."""
+
+    def __init__(self, shared, mixes=False, **kwargs):
+        super().__init__(**kwargs)
+        self.shared, self.mixes = shared, mixes
+
+    def build(self, shape):
+        if not self.shared.built:
+            self.shared.build(shape)
+
+    def call(self, x):
+        y = self.shared(x)
+        if self.mixes:
+            return strict_add(y, ops.ones(ops.shape(x), "float32"))
+        return strict_add(y, x)
+
+    def get_config(self):
+        shared = keras.saving.serialize_keras_object(self.shared)
+        config = {"shared": shared, "mixes": self.mixes}
+        return {**super().get_config(), **config}
+
+    @classmethod
+    def from_config(cls, config):
+        shared = keras.saving.deserialize_keras_object(config.pop("shared"))
+        return cls(shared=shared, **config)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("is_last", [True, False])
+def test_only_one_of_the_layers_that_share_an_inner_one_falls_back(
+    is_last, name, tmp_path, caplog
+):
+    tfmix.set_global_policy(name)
+    shared = layers.Dense(8, name="shared")
+    falls, stays = Shares(shared, mixes=True), Shares(shared)
+    inputs = keras.Input((8,))
+    order = (stays, falls) if is_last else (falls, stays)
+    # Keras only saves layers as shared that the graph holds as well.
+    x = shared(inputs)
+    model = keras.Model(inputs, [layer(x) for layer in order])
+    before = model.predict(X, verbose=0)
+    assert falls.compute_dtype == "float32"
+    assert stays.compute_dtype == shared.compute_dtype == name[6:]
+    assert helpers.dtype_of(stays(X)) == name[6:]
+    (warning,) = warnings_in(caplog)
+    assert falls.name in warning
+    caplog.clear()
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    for found, expected in zip(
+        loaded.predict(X, verbose=0), before, strict=True
+    ):
+        np.testing.assert_array_equal(found, expected)
+    assert not warnings_in(caplog)
 
 
 @helpers.requires_backend("tensorflow")
@@ -429,15 +575,32 @@ def test_replicas_fall_back_together():
     assert layer.calls.numpy() == 1.0
 
 
-def by_a_saved_model(x, tmp_path):
-    dense = keras.Sequential(
-        [keras.Input((8,)), layers.Dense(8, dtype="float32")]
-    )
+@pytest.mark.costly
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "O3", "converted"])
+def test_a_saved_model_needs_no_attempt_in_16_bit(policy, tmp_path, caplog):
+    dense = functional(layers.Dense(8))
     dense.export(tmp_path, verbose=False)
-    return layers.TFSMLayer(tmp_path, call_endpoint="serve")(x)
+    is_new = policy != "converted"
+    with tfmix.policy_scope(policy if is_new else "float32"):
+        x = layers.Dense(8)(inputs := keras.Input((8,)))
+        saved = layers.TFSMLayer(tmp_path, call_endpoint="serve")
+        model = keras.Model(inputs, saved(x))
+    if not is_new:
+        row = tfmix.apply_policy(model, "mixed_float16").rows[-1]
+        assert row.why == "a SavedModel has dtypes of its own"
+    features = keras.Model(inputs, x).predict(X, verbose=0)
+    expected = dense.predict(features, verbose=0)
+    np.testing.assert_array_equal(model.predict(X, verbose=0), expected)
+    model.compile("sgd", "mse")
+    assert np.isfinite(model.train_on_batch(X, X[:, :1]))
+    assert not fallback.reason(saved)
+    assert not warnings_in(caplog)
 
 
-def by_a_branch(x, tmp_path):
+@pytest.mark.costly
+@helpers.requires_backend("tensorflow")
+def test_a_branch_that_only_takes_float32_gets_float32():
     import tensorflow as tf
 
     class Switches(layers.Layer):
@@ -445,19 +608,11 @@ def by_a_branch(x, tmp_path):
             branches = [lambda: x, lambda: tf.ones(tf.shape(x))]
             return tf.switch_case(tf.constant(1), branches) * x
 
-    return Switches()(x)
-
-
-@pytest.mark.costly
-@helpers.requires_backend("tensorflow")
-@pytest.mark.parametrize("by", [by_a_saved_model, by_a_branch])
-def test_layers_that_only_take_float32_get_float32(by, tmp_path):
     with tfmix.policy_scope("mixed_float16"):
-        inputs = keras.Input((8,))
-        model = keras.Model(inputs, by(layers.Dense(8)(inputs), tmp_path))
-    assert fallback.reason(model.layers[-1])
+        model = functional(layers.Dense(8), Switches())
+    assert fallback.reason(model.layers[1])
     model.compile("sgd", "mse")
-    assert np.isfinite(model.train_on_batch(X, X))
+    assert np.isfinite(model.train_on_batch(X, X[:, :1]))
 
 
 def not_iterable(x):

@@ -28,6 +28,8 @@ class Block:
         in_loop: Whether the code runs in each step of a loop.
         may_fall_back: Whether a user's layer is tried in 16 bit, and falls back
             to float32 if that fails.
+        is_float32_code: Whether the running code is that of a user's layer in
+            float32, to which the layers that it calls return float32.
         is_chosen: Whether a caller decides whether the step is applied.
         step: The train step that is running, `None` if there is none.
         platform: The platform that a step is only compiled for, or "".
@@ -41,6 +43,7 @@ class Block:
     in_fit: bool = False
     in_loop: bool = False
     may_fall_back: bool = False
+    is_float32_code: bool = False
     is_chosen: bool = False
     step: Any = None
     platform: str = ""

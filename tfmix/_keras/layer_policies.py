@@ -30,11 +30,6 @@ def own(layer: keras.Layer) -> keras.DTypePolicy:
     return policy
 
 
-def save_as_float32(layer: keras.Layer) -> None:
-    """Makes a layer's saved configuration float32, whatever it computes in."""
-    change_policy(layer, get_config=_float32_config)
-
-
 def change_policy(layer: keras.Layer, **methods: Callable) -> None:
     """Gives a layer a plain policy of its own with other methods."""
     policy = layer.dtype_policy
@@ -43,10 +38,6 @@ def change_policy(layer: keras.Layer, **methods: Callable) -> None:
         # Other methods that were replaced before stay.
         vars(own).update(vars(policy), **methods)
         set_policy(layer, own)
-
-
-def _float32_config() -> dict[str, str]:
-    return {"name": "float32"}
 
 
 def path_of(layer: keras.Layer) -> str:

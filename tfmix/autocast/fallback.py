@@ -1,8 +1,8 @@
 """Runs layers in 16 bit, or in float32 if their own code fails in 16 bit.
 
-After a fallback, the layer's own code gets only float32. The layers inside it
-stay in 16 bit and return float32 to it, so that their products stay fast. If
-that fails as well, the first error is raised.
+After a fallback, the layer's own code gets only float32. The layers that this
+code calls stay in 16 bit and return float32 to it, so that their products stay
+fast. If that fails as well, the first error is raised.
 """
 
 import contextlib
@@ -127,8 +127,14 @@ def _traced_again(
     """
     if _is_final(error):
         raise error
+    attach(model)
+    state, before = _of(model), layer_methods.by_role(model)
     with contextlib.ExitStack() as undo:
-        _return_float32(model, undo)
+        _prepare_inside(model, undo)
+        undo.callback(layer_methods.restore, model, before)
+        wrappers = {**state.wrappers, "train_step": _as_float32_code}
+        replacements.swap(undo, state, "wrappers", wrappers)
+        layer_methods.attach(model, layer_methods.FALLBACK, state)
         try:
             logs = trace()
         except Exception:
@@ -185,8 +191,6 @@ class _Fallback:
         self.why = ""
         # The float32 policy after a fallback.
         self._policy: keras.DTypePolicy | None = None
-        # True if it returns float32, to the code of a layer that fell back.
-        self.hands_float32 = False
         # True until the first call.
         self._new = True
         # The modes, training or not, in which its call has succeeded.
@@ -199,9 +203,11 @@ class _Fallback:
         return policy is not None and policy is layer_policies.own(self._layer)
 
     def run(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        to_float32_code = context_values.block.get().is_float32_code
         if self._new:
             self._new = False
-            self._ask_for_float32()
+            if self._is_float32_code():
+                _attach_inside(self._layer)
         mode = kwargs.get("training") is True
         is_new = mode not in self._proven and not self.is_float32()
         if is_new and attempts.would_last(self._layer):
@@ -209,7 +215,7 @@ class _Fallback:
                 self._run(original, args, kwargs)
         outputs = self._run(original, args, kwargs, is_new)
         self._proven.add(mode)
-        if self.hands_float32:
+        if to_float32_code:
             return tensors.map_leaves(outputs, tensors.wide)
         return outputs
 
@@ -228,7 +234,7 @@ class _Fallback:
             if _is_final(error) or not _may_change(self._layer):
                 raise
             with contextlib.ExitStack() as undo:
-                self._fall_back(_cause(error), undo)
+                self._fall_back(error, undo)
                 try:
                     outputs = self._in_float32(original, args, kwargs)
                 except Exception:
@@ -236,42 +242,40 @@ class _Fallback:
                     vars(error)[_FINAL] = True
                     raise error from None
                 undo.pop_all()
-            self._tell()
+            self._tell(error)
             return outputs
 
     def _attempt(self) -> contextlib.AbstractContextManager[None]:
-        """Sets what code in a call may assign.
+        """Says whose code runs: what it may assign, and what it is returned.
 
         Keras's own layers keep a 16-bit state, such as that of an RNN.
         """
-        layer = self._layer
-        before = context_values.block.get().may_fall_back
-        if _users_code.in_library(type(layer).__module__):
-            now = False
-        else:
-            now = _may_change(layer)
-        if now == before:
+        outside = context_values.block.get()
+        may_fall_back = self._is_users() and _may_change(self._layer)
+        is_float32_code = self._is_float32_code()
+        if (may_fall_back, is_float32_code) == (
+            outside.may_fall_back,
+            outside.is_float32_code,
+        ):
             return contextlib.nullcontext()
-        return context_values.holding(may_fall_back=now)
+        return context_values.holding(
+            may_fall_back=may_fall_back, is_float32_code=is_float32_code
+        )
 
-    def _ask_for_float32(self) -> None:
-        """Makes layers inside a user's float32 layer return float32.
+    def _is_float32_code(self) -> bool:
+        """Returns whether it is a user's layer that computes in float32.
 
         If it fell back before it was saved, its code then computes as before.
         """
-        layer = self._layer
-        if layer.compute_dtype != "float32":
-            return
-        theirs = not _users_code.in_library(type(layer).__module__)
-        if theirs and _may_change(layer):
-            for inner in layers.own_layers(layer):
-                attach(inner)
-                _of(inner).hands_float32 = True
+        return self._is_users() and self._layer.compute_dtype == "float32"
 
-    def _fall_back(self, cause: str, undo: contextlib.ExitStack) -> None:
-        """Makes the layer float32, with inner layers that return float32."""
-        self.why = cause
-        _return_float32(self._layer, undo)
+    def _is_users(self) -> bool:
+        return not _users_code.in_library(type(self._layer).__module__)
+
+    def _fall_back(self, error: Exception, undo: contextlib.ExitStack) -> None:
+        """Makes the layer float32, and the layers inside ready for that."""
+        self.why = _cause(error)
+        _prepare_inside(self._layer, undo)
         _make_float32(self._layer, undo)
         self._policy = layer_policies.own(self._layer)
 
@@ -280,24 +284,32 @@ class _Fallback:
         with (
             layers.autocast("float32"),
             # Layers that it creates are float32, too.
-            context_values.holding(policy=_FLOAT32),
+            context_values.holding(policy=_FLOAT32, is_float32_code=True),
         ):
             return original(*args, **kwargs)
 
-    def _tell(self) -> None:
+    def _tell(self, error: Exception) -> None:
         if not self._tells:
             return
+        kind = type(self._layer)
         _messages.warn_once(
             "layer %r (%s) computes in float32 from now on, because its "
-            "code cannot compute in 16 bit; so do other layers of this class. "
-            "%s To fix it, write `x.dtype` where that code makes a tensor or a "
-            "constant, or compute in float32 there; to keep it so, make the "
-            'layer with dtype="float32".',
+            "code cannot compute in 16 bit. %s To fix it, write `x.dtype` "
+            "where that code makes a tensor or a constant, or compute in "
+            "float32 there; to keep it so, make the layer with "
+            'dtype="float32". The same line is not reported again; '
+            "`model.summary()` lists every layer that it made float32.",
             self._layer.name,
-            type(self._layer).__name__,
+            kind.__name__,
             self.why,
-            about=(type(self._layer), self.why),
+            # Errors name tensors and variables, which differ for each layer.
+            about=(kind.call, _users_code.users_line(error)),
         )
+
+
+def _as_float32_code(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    with context_values.holding(is_float32_code=True):
+        return original(*args, **kwargs)
 
 
 def _is_final(error: BaseException | None) -> bool:
@@ -320,21 +332,23 @@ def _cause(error: Exception) -> str:
     return f"{_users_code.users_line(error)}{kind}{said}."
 
 
-def _return_float32(layer: keras.Layer, undo: contextlib.ExitStack) -> None:
-    """Makes the layers inside one return float32 to its own code."""
-    for inner in layers.own_layers(layer):
-        if _is_cell(inner):
-            # It shares its states with the loop around it.
-            for part in layers.flat_layers(inner):
-                if part.compute_dtype in _formats.SIXTEEN_BIT:
-                    _make_float32(part, undo)
-            continue
+def _prepare_inside(layer: keras.Layer, undo: contextlib.ExitStack) -> None:
+    """Prepares the layers inside one for its code in float32."""
+    _attach_inside(layer)
+    for cell in filter(_is_cell, layers.own_layers(layer)):
+        # It shares its states with the loop around it.
+        for part in layers.flat_layers(cell):
+            if part.compute_dtype in _formats.SIXTEEN_BIT:
+                _make_float32(part, undo)
+
+
+def _attach_inside(layer: keras.Layer) -> None:
+    """Attaches fallbacks to the models inside that only connect layers, too.
+
+    Their layers return 16 bit to them, and they return float32.
+    """
+    for inner in layers.called(layer)[1:]:
         attach(inner)
-        replacements.swap(undo, _of(inner), "hands_float32", True)
-    for inner in layers.flat_layers(layer)[1:]:
-        before = layer_policies.own(inner)
-        undo.callback(layer_policies.set_policy, inner, before)
-        layer_policies.save_as_float32(inner)
 
 
 def _make_float32(layer: keras.Layer, undo: contextlib.ExitStack) -> None:

@@ -56,6 +56,8 @@ DEFAULT_LAYER_RULES: tuple[LayerRule, ...] = (
 BATCH_NORMALIZATION = LayerRule(
     "BatchNormalization", "its moving statistics need small updates"
 )
+# No list leaves it out: 16 bit is no choice here.
+SAVED_MODEL = LayerRule("TFSMLayer", "a SavedModel has dtypes of its own")
 # TensorFlow 2.21 cannot run these in float16 without an accelerator.
 NO_CPU_KERNELS = tuple(
     LayerRule(name, "TensorFlow has no float16 kernel for it on a CPU")

@@ -173,18 +173,17 @@ class Policy(keras.DTypePolicy):
                 shown = item.__name__ if isinstance(item, type) else repr(item)
                 listed = f"listed in float32_layers: {shown}"
                 return layer_rules.REASONS.get(item, listed)
-        kept = layer_rules.BATCH_NORMALIZATION
-        if self._keep_batchnorm and layer_rules.matches(
-            kept.layer_class, layer_class, name
-        ):
-            return kept.why
+        kept = [layer_rules.SAVED_MODEL]
+        if self._keep_batchnorm:
+            kept.append(layer_rules.BATCH_NORMALIZATION)
         if self.compute_dtype == _formats.FLOAT16.name:
-            for rule in layer_rules.NO_CPU_KERNELS:
-                if (
-                    layer_rules.matches(rule.layer_class, layer_class, name)
-                    and is_on_tensorflows_cpu()
-                ):
-                    return rule.why
+            kept += layer_rules.NO_CPU_KERNELS
+        for rule in kept:
+            if layer_rules.matches(rule.layer_class, layer_class, name) and (
+                rule not in layer_rules.NO_CPU_KERNELS
+                or is_on_tensorflows_cpu()
+            ):
+                return rule.why
         return None
 
     def outside_white_list(self, layer_class: type) -> bool:
