@@ -49,6 +49,12 @@ class Benchmark:
 
 _SCALED = {"optimizer": ["Keras", "tfmix"]}
 _OVERHEAD = ("model", "optimizer", "ratio")
+# The others are levels, and models that were converted.
+_EXAMPLES = (
+    *("three_lines", "languages", "float8", "fine_tuning, R2"),
+    *("gan, drawings recognised", "diffusion, drawings recognised"),
+    *("many_devices", "many_devices, jax", "many_workers", "tpu"),
+)
 _STATE = ("optimizer", "state in float32", "state in 8 bits")
 _PRETRAINED = (
     *("network", "M weights", "output, float16", "output, bfloat16"),
@@ -74,7 +80,13 @@ BENCHMARKS = (
         "or what is named. `many_devices` and `many_workers` also skip one bad "
         "step in each epoch; devices are virtual CPU devices.",
         (TENSORFLOW,),
-        None,
+        (
+            Quote(
+                TENSORFLOW,
+                "Examples in 16 bit",
+                where={"script": _EXAMPLES},
+            ),
+        ),
     ),
     Benchmark(
         "wild",
