@@ -18,7 +18,7 @@ RUN = demo.Run(
     policy="float32",
     seed=0,
     accuracy=0.99,
-    losses=(1.0, 0.5),
+    losses=(1.0,) * demo.EPOCHS,
     loss_scale=1.0,
     skipped_steps=0,
     seconds=2.0,
@@ -150,6 +150,15 @@ def test_the_table_says_whether_the_goal_was_reached(capsys):
         assert word in out
         assert all(policy in out for policy in demo.POLICIES)
         assert "6,272" in out
+        assert "emulates" not in out
+
+
+def test_a_short_run_on_a_cpu_says_what_it_cannot_show():
+    run = dataclasses.replace(RUN, losses=(1.0,), accuracy=0.5, on_cpu=True)
+    report = demo.Report((run,))
+    assert report.healthy
+    assert "not judged, as it takes 8 epochs" in str(report)
+    assert "A CPU emulates float16" in str(report)
 
 
 def test_the_plot_is_a_png_file_or_left_out(tmp_path, monkeypatch):

@@ -4,19 +4,23 @@ import importlib.util
 import json
 import math
 import os
+import pathlib
 import re
+import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 
 import keras
+import numpy as np
 import pytest
 
 from tests import helpers, processes
 from tests.tree import ROOT
 from tests.wild import _scripts
 from tfmix import cli
-from tfmix._run import report, session
+from tfmix._run import report, session, verdict
 from tfmix.policy import names
 
 BACKEND = keras.backend.backend()
@@ -54,7 +58,7 @@ def measured(folder, source, *options, **variables):
     script = folder / "script.py"
     script.write_text(source)
     file = folder / "report.json"
-    done = run("--json", file, *options, script, folder=folder, **variables)
+    done = run("--report", file, *options, script, folder=folder, **variables)
     assert done.returncode == 0, done.stderr
     return json.loads(file.read_text()), done
 
@@ -118,9 +122,11 @@ def test_a_script_runs_as_under_python(name, tmp_path):
         expected.returncode,
         expected.stdout,
     )
-    assert done.stderr.startswith(expected.stderr)
+    first, _, rest = done.stderr.partition("\n")
+    assert first.startswith("tfmix run: --policy, --json goes to ")
+    assert rest.startswith(expected.stderr)
     # What it says besides is one line, or nothing if Python was killed.
-    assert done.stderr.removeprefix(expected.stderr).count("\n") <= 1
+    assert rest.removeprefix(expected.stderr).count("\n") <= 1
 
 
 @once
@@ -176,7 +182,13 @@ def test_ctrl_c_reaches_the_script(tmp_path):
         ((), "no script to run. Write `tfmix run train.py`"),
         (("--policy", "fp16", "x.py"), "Did you mean 'mixed_float16'?"),
         (("--against", "fp32", "x.py"), "Did you mean 'float32'?"),
-        (("--json", "no/where.json", __file__), "no folder to write"),
+        (("--report", "no/where.json", __file__), "no folder to write"),
+        (("--repeat", "0", "x.py"), "at least 1. Received: --repeat 0"),
+        (("--repeat", "3", "x.py"), "Add the policy to compare with"),
+        (
+            ("--policy", "O1", "--against", "O1", "x.py"),
+            "Both runs would be in O1",
+        ),
     ],
 )
 def test_a_wrong_word_is_one_line_and_code_2(words, said, capsys):
@@ -311,7 +323,7 @@ print(float(loss))
 @pytest.mark.costly
 def test_fit_is_counted_and_explained(tmp_path):
     data, done = measured(tmp_path, FITS, "--policy", "mixed_float16")
-    found = data["run"]
+    (found,) = data["runs"]
     assert not found["failed"]
     assert (found["policy"], found["why"]) == ("mixed_float16", "asked for")
     assert (found["steps"], found["skipped"]) == (13, 3)
@@ -319,20 +331,20 @@ def test_fit_is_counted_and_explained(tmp_path):
     # A step takes the time until the next one, in which `fit` sleeps.
     assert 30 <= found["milliseconds"] < 100
     assert found["first_seconds"] > found["milliseconds"] / 1000
-    assert found["float32_layers"] == {"Mixes": 1}
+    assert (found["float32_layers"], found["layers"]) == ({"Mixes": 1}, 3)
     (fallen,) = found["fallen"]
     assert "script.py:6" in fallen
     # The report is on stderr, as it prints at the end.
     assert not done.stdout
     printed = done.stderr.partition("tfmix run: script.py\n")[2]
-    assert re.search(r"^optimizer steps +13 *$", printed, re.M)
+    assert re.search(r"^train steps +13 *$", printed, re.M)
     assert "skipped, most likely: " in printed
 
 
 def test_a_loop_is_counted_and_explained(tmp_path):
     source = LOOPS[BACKEND]
     data, done = measured(tmp_path, source, "--policy", "mixed_float16")
-    found = data["run"]
+    (found,) = data["runs"]
     assert not found["failed"]
     assert (found["steps"], found["skipped"]) == (20, 1)
     assert "NaN in a batch" in found["cause"]
@@ -362,9 +374,9 @@ print(min(costs))
 def test_a_script_in_float32_is_asked_no_more(tmp_path):
     source = 'import keras\nkeras.config.set_dtype_policy("float32")\n' + FITS
     source = source.replace("np.nan", "0") + COSTS
-    data, done = measured(tmp_path, source, "--policy", "mixed_float16")
-    found = data["run"]
-    assert (found["policy"], found["layers"]) == ("float32", 0)
+    data, done = measured(tmp_path, source)
+    (found,) = data["runs"]
+    assert found["policy"] == "float32"
     assert found["why"] == "the script asks for it itself"
     assert (found["steps"], found["skipped"]) == (13, None)
     # The watch costs 1 % of a step of 3 milliseconds, which is a short one.
@@ -392,31 +404,200 @@ print(keras.layers.Dense(1).compute_dtype)
 
 @pytest.mark.costly
 def test_two_runs_stand_side_by_side(tmp_path):
-    data, done = measured(
-        tmp_path, ASKS, "--policy", "mixed_float16", "--against", "float32"
-    )
-    first, optimizer, last, *other = done.stdout.splitlines()
+    words = "--policy", "mixed_float16", "--against", "float32"
+    data, done = measured(tmp_path, ASKS, *words)
+    # The run to compare with comes first, and each has a heading.
+    (wide,), (narrow,) = data["others"], data["runs"]
+    headings = re.findall(r"^tfmix run: . of 2, .*$", done.stderr, re.M)
+    assert headings == [
+        "tfmix run: 1 of 2, float32",
+        "tfmix run: 2 of 2, mixed_float16",
+    ]
     # Keras's own policies are those of tfmix.
-    assert (first, last) == ("bfloat16", "float32")
-    assert optimizer == "tfmix.loss_scaling.optimizer"
+    lines = done.stdout.splitlines()
+    assert lines[3:] == ["float16", "tfmix.loss_scaling.optimizer", "float32"]
+    assert (lines[0], lines[2]) == ("float32", "float32")
     assert "replaces tfmix's policy" not in done.stderr
-    assert (other[0], other[2]) == ("float32", "float32")
-    assert data["run"]["policy"] == "mixed_bfloat16"
-    assert data["run"]["why"] == "the script asks for it itself"
-    assert data["other"]["policy"] == "float32"
-    assert data["other"]["why"].endswith(
-        "in place of the script's mixed_bfloat16"
-    )
-    assert data["run"]["steps"] == data["other"]["steps"] == 13
-    narrow, wide = (data[n]["milliseconds"] for n in ("run", "other"))
-    assert data["speedup"] == pytest.approx(wide / narrow)
+    # A policy that was asked for replaces the script's own.
+    for run, policy in ((narrow, "mixed_float16"), (wide, "float32")):
+        assert run["policy"] == policy
+        place = "in place of the script's mixed_bfloat16"
+        assert run["why"] == f"asked for, {place}"
+    assert narrow["steps"] == wide["steps"] == 13
     assert data["verdict"] in " ".join(done.stderr.split())
+
+
+@pytest.mark.costly
+def test_a_policy_that_was_asked_for_replaces_the_scripts_float32(tmp_path):
+    source = """
+import keras
+keras.config.set_dtype_policy("float32")
+print(keras.layers.Dense(1).compute_dtype)
+"""
+    data, done = measured(tmp_path, source, "--policy", "mixed_float16")
+    assert done.stdout == "float16\n"
+    (found,) = data["runs"]
+    assert found["why"].endswith("in place of the script's float32")
+
+
+@pytest.mark.costly
+def test_two_equal_runs_are_refused_before_they_train(tmp_path):
+    script = tmp_path / "script.py"
+    own = 'import keras\nkeras.config.set_dtype_policy("float32")\n'
+    script.write_text(own + FITS + "\nprint('trained')\n")
+    done = run("--against", "float32", script, TMPDIR=str(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = re.findall("^tfmix run: error: .*$", done.stderr, re.M)
+    assert "both runs would be in float32 (the script asks for it" in line
+    assert "`tfmix run --policy mixed_bfloat16 --against float32" in line
+    assert "Traceback" not in done.stderr
+    assert "2 of 2" not in done.stderr
+    assert list(tmp_path.iterdir()) == [script]
+
+
+def test_a_repeated_comparison_takes_turns(tmp_path, monkeypatch, capsys):
+    file = pathlib.Path(cli.__file__).with_name("_run") / "launcher.py"
+    launcher = runpy.run_path(str(file))["run"]
+    begun = []
+
+    def wait(words, policy, is_asked, settings):
+        begun.append((policy, is_asked, settings))
+        pathlib.Path(settings["file"]).write_text('{"runs": []}')
+        return 0
+
+    def become(words, policy, is_asked, settings):
+        begun.append((policy, is_asked, settings))
+        return 0
+
+    monkeypatch.setitem(launcher.__globals__, "_wait", wait)
+    monkeypatch.setitem(launcher.__globals__, "_become", become)
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda prefix: str(tmp_path))
+    assert launcher(["train.py"], None, "float32", repeat=2) == 0
+    turns = [(policy, is_asked) for policy, is_asked, _ in begun]
+    assert turns == [("float32", True), ("auto", False)] * 2
+    # The last run has the reports of all others, in their order.
+    before = [f"{tmp_path}/{number}.json" for number in (1, 2, 3)]
+    assert begun[-1][-1]["before"] == before
+    assert capsys.readouterr().err.splitlines()[2] == (
+        "tfmix run: 3 of 4, float32"
+    )
+
+
+# Two optimizers in one step: five applies of a critic, one of its generator.
+CRITIC = {
+    "tensorflow": """
+import tensorflow as tf
+critic, generator = network(), network()
+five, one = keras.optimizers.SGD(1e-3), keras.optimizers.Adam()
+
+def update(model, optimizer, x, y):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
+    weights = model.trainable_variables
+    optimizer.apply(tape.gradient(loss, weights), weights)
+    return loss
+
+class Both(keras.Model):
+    def train_step(self, data):
+        x, y = data
+        for _ in range(5):
+            update(critic, five, x, y)
+        return {"loss": update(generator, one, x, y)}
+
+both = Both()
+both.compile(run_eagerly={EAGER})
+both.fit(x, y, batch_size=16, epochs=3, verbose=0)
+""",
+    "jax": """
+import jax
+critic, generator = network(), network()
+five, one = keras.optimizers.SGD(1e-3), keras.optimizers.Adam()
+
+def update(model, optimizer, state, x, y):
+    weights, frozen, slots = state
+
+    def loss_of(weights):
+        predictions, _ = model.stateless_call(weights, frozen, x)
+        return keras.ops.mean((predictions - y) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_of)(weights)
+    weights, slots = optimizer.stateless_apply(slots, grads, weights)
+    return loss, (weights, frozen, slots)
+
+def state_of(model, optimizer):
+    optimizer.build(model.trainable_variables)
+    return tuple(
+        [v.value for v in each]
+        for each in (
+            model.trainable_variables,
+            model.non_trainable_variables,
+            optimizer.variables,
+        )
+    )
+
+@jax.jit
+def step(states, x, y):
+    first, second = states
+    for _ in range(5):
+        _, first = update(critic, five, first, x, y)
+    loss, second = update(generator, one, second, x, y)
+    return loss, (first, second)
+
+states = state_of(critic, five), state_of(generator, one)
+for _ in range(12):
+    loss, states = step(states, x[:16], y[:16])
+""",
+}
+EAGER = ["compiled", "eager"] if BACKEND == "tensorflow" else ["compiled"]
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("way", EAGER)
+def test_two_optimizers_in_a_train_step_are_one_step(way, tmp_path):
+    source = CRITIC[BACKEND].replace("{EAGER}", str(way == "eager"))
+    policy = "--policy", "mixed_float16"
+    data, _ = measured(tmp_path, TRAINS + source, *policy)
+    (found,) = data["runs"]
+    assert not found["failed"]
+    assert (found["steps"], found["skipped"]) == (12, 0)
+    assert found["loss"] is not None
+    # Both networks trained.
+    assert found["layers"] == 6
+
+
+# A network, saved and loaded again twice: once to train on, once to predict.
+AGAIN = (
+    TRAINS.replace("Mixes(), ", "")
+    + """
+model = network()
+model.compile("sgd", "mse", run_eagerly={EAGER})
+model.fit(x, y, epochs=2, verbose=0)
+model.save("again.keras")
+again = keras.saving.load_model("again.keras")
+again.fit(x, y, epochs=2, verbose=0)
+keras.saving.load_model("again.keras").predict(x, verbose=0)
+print(again.get_compile_config()["run_eagerly"])
+"""
+)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_a_model_that_is_loaded_again_counts_once(is_eager, tmp_path):
+    source = AGAIN.replace("{EAGER}", str(is_eager))
+    data, _ = measured(tmp_path, source, "--policy", "mixed_bfloat16")
+    (found,) = data["runs"]
+    assert not found["failed"]
+    assert (found["layers"], found["steps"]) == (2, 8)
+    # Eager runs have a loss and a first step, too.
+    assert found["loss"] > 0
+    assert found["first_seconds"] > 0
 
 
 @pytest.mark.parametrize(
     ("source", "code", "said"),
     [
-        ("raise SystemExit(4)", 4, "with exit code 4, so the one in 'float32'"),
+        ("raise SystemExit(4)", 4, "exit code 4, so there are no more and no"),
         ("print(1)", 0, "did not import Keras 3"),
     ],
 )
@@ -438,7 +619,7 @@ def test_a_launcher_may_set_the_policy(tmp_path):
     script.write_text("import tfmix\n" + FITS)
     done = python(script, TFMIX_POLICY="mixed_bfloat16")
     assert done.returncode == 0, done.stderr
-    assert re.search("^optimizer steps +13 *$", done.stderr, re.M)
+    assert re.search("^train steps +13 *$", done.stderr, re.M)
     assert "mixed_bfloat16" in done.stderr
 
 
@@ -496,13 +677,13 @@ for script in sys.argv[1:]:
 def check_wild(scripts, folder, jit=False):
     driver, file = folder / "wild.py", folder / "report.json"
     driver.write_text(WILD.replace("{JIT}", str(jit)))
-    done = run("--policy", "mixed_float16", "--json", file, driver, *scripts)
+    done = run("--policy", "mixed_float16", "--report", file, driver, *scripts)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line[:1] == "["]
     losses = dict(map(json.loads, lines))
     assert list(losses) == list(scripts)
     assert all(abs(each[-1]) < 1e4 for each in losses.values()), losses
-    found = json.loads(file.read_text())["run"]
+    (found,) = json.loads(file.read_text())["runs"]
     assert not found["failed"]
     # Each trains for several steps, whatever makes them.
     assert found["steps"] >= 4 * len(scripts)
@@ -528,56 +709,135 @@ def a_run(**values):
         **{"policy": "mixed_float16", "dtype": "float16", "why": "asked for"},
         **{"device": "NVIDIA H100", "fast": True, "failed": "", "ended": ""},
         **{"steps": 100, "skipped": 0, "cause": "", "milliseconds": 10.0},
+        **{"is_cpu": False, "timed": 99, "blocks": [[10.0] * 5]},
         **{"first_seconds": 1.0, "peak_bytes": 100 * 2**20, "loss": 0.5},
         **{"float32_layers": {}, "layers": 3, "float32_ops": (), "fallen": ()},
     }
     return report.Run(**{**known, **values})
 
 
-def steps_of(milliseconds):
-    return {"milliseconds": milliseconds}
+def blocks(*medians):
+    return {"blocks": [[*medians]], "milliseconds": medians[0]}
 
 
 WIDE = {"policy": "float32", "dtype": "float32", "skipped": None}
 
 
+def report_of(narrow, wide):
+    wide = {**WIDE, **wide}
+    return report.Report("train.py", (a_run(**narrow),), (a_run(**wide),))
+
+
 def test_a_loss_of_nan_is_json_that_can_be_read_again(tmp_path):
-    made = report.Report("train.py", a_run(loss=math.nan))
+    made = report.Report("train.py", (a_run(loss=math.nan),))
     file = tmp_path / "report.json"
     file.write_text(json.dumps(made.to_dict(), allow_nan=False))
     assert math.isnan(session._read(file).loss)
 
 
-CPU, HALF = {"device": "CPU", "fast": False}, {"peak_bytes": 200 * 2**20}
+CPU, HALF = (
+    {"device": "CPU", "fast": False, "is_cpu": True},
+    {"peak_bytes": 200 * 2**20},
+)
+FEW = {"blocks": [], "timed": 12}
 
 
 @pytest.mark.parametrize(
     ("narrow", "wide", "said"),
     [
-        ({}, steps_of(18.0), "Worth it: 1.80 times as fast as float32"),
-        ({}, steps_of(18.0) | HALF, "float32, with 50% of the memory."),
-        ({}, steps_of(10.2) | HALF, "Worth it for memory alone: 1.02 times"),
-        ({}, steps_of(10.2), "may be too small, see `tfmix advise`"),
-        (CPU, steps_of(4.0), "0.40 times as fast as float32, as this CPU emu"),
-        (CPU, steps_of(10.5), "Not worth it: 1.05 times as fast as float32. "),
-        ({}, steps_of(None), "too few steps to time"),
+        ({}, blocks(18, 17, 19), "Worth it: 1.80 (1.70 to 1.90) times as fast"),
+        ({}, blocks(18, 17, 19) | HALF, "float32. It takes 50% of the memory."),
+        ({}, blocks(8, 9), "Not worth it: 0.85 (0.80 to 0.90) times as fast"),
+        ({}, blocks(8, 9), "float32. The layers may be too small"),
+        ({}, blocks(10.2, 9), "can show: 0.96 (0.90 to 1.02) times as fast"),
+        ({}, blocks(10.4, 10.1), "can show: 1.02 (1.01 to 1.04) times as fast"),
+        ({}, FEW, "can show: 12 steps were timed, and it takes 50 in each"),
+        (CPU, blocks(4), "0.40 (0.40 to 0.40) times as fast as float32, as"),
+        (CPU, blocks(4), "this CPU emulates float16. A CPU says nothing abo"),
+        (CPU, blocks(18), "Worth it: 1.80 (1.80 to 1.80) times as fast as"),
+        (CPU, blocks(18), "float32. A CPU says nothing about a GPU."),
+        (CPU, FEW, "A CPU says nothing about a GPU."),
         ({"policy": "float32"}, {}, "nothing to compare"),
         ({"loss": 0.51}, {}, "The last losses differ by +0.01."),
         ({"loss": 0.9}, {}, "differ by +0.4; two runs with other seeds"),
-        ({"loss": float("nan")}, {}, "The last loss of a run is not finite"),
+        ({"loss": math.nan}, blocks(18), "Not worth it as it is: the last"),
+        ({}, {"loss": math.inf}, "The last loss of a run is not finite"),
     ],
 )
 def test_the_verdict_is_a_sentence(narrow, wide, said):
-    runs = a_run(**narrow), a_run(**{**WIDE, **wide})
-    assert said in report.Report("train.py", *runs).verdict()
+    made = report_of(narrow, wide)
+    assert said in made.verdict()
     # The order of the two runs does not matter.
-    assert said in report.Report("train.py", *reversed(runs)).verdict() or (
-        "nothing" in said
-    )
+    other = report.Report("train.py", made.others, made.runs)
+    assert said in other.verdict()
+
+
+def test_a_run_without_a_loss_gets_no_verdict_on_it():
+    assert "loss" not in report_of({"loss": None}, {}).verdict()
+
+
+def test_losses_of_repeated_runs_are_compared_with_their_spread():
+    def said(ours, theirs):
+        runs = tuple(a_run(loss=loss) for loss in ours)
+        others = tuple(a_run(**WIDE, loss=loss) for loss in theirs)
+        return report.Report("train.py", runs, others).verdict()
+
+    assert said([0.6, 0.4], [0.3, 0.5]).endswith("differ by +0.1.")
+    more = "more than runs of one policy do."
+    assert said([0.6, 0.62], [0.4, 0.42]).endswith(more)
+
+
+def test_blocks_need_ten_steps_each():
+    assert verdict.blocks(np.ones(49)) == []
+    assert verdict.blocks(np.arange(50)) == [4.5, 14.5, 24.5, 34.5, 44.5]
+
+
+def steps(random, milliseconds, load=1.0):
+    """Returns blocks of 100 steps: of the clock, and of CPU time.
+
+    Other programs slow a step down by `load`, some steps by much more. Its CPU
+    time grows by a tenth, as on a processor whose cores share units.
+    """
+    cpu = milliseconds * random.normal(1, 0.04, 100).clip(0.8) * load**0.1
+    clock = cpu * load * random.lognormal(0, 0.1, 100)
+    return [verdict.blocks(clock), verdict.blocks(cpu)]
+
+
+@pytest.mark.parametrize("pairs", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("other", "allowed"),
+    [(1.0, {"none"}), (1.03, {"none"}), (2.0, {"none", "faster"})],
+)
+def test_no_load_of_the_machine_turns_the_verdict_around(pairs, other, allowed):
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        loads = random.uniform(1, 3, (pairs, 2))
+        found = verdict.compare(
+            [
+                (steps(random, 10, ours), steps(random, 10 * other, theirs))
+                for ours, theirs in loads
+            ]
+        )
+        word = {(True, False): "faster", (False, True): "slower"}.get(
+            (found.is_faster(), found.is_slower()), "none"
+        )
+        assert word in allowed, (found, loads)
+
+
+def test_a_true_difference_is_seen_on_an_idle_machine():
+    random = np.random.default_rng(0)
+    for pairs in (1, 3):
+        found = verdict.compare(
+            [(steps(random, 10), steps(random, 15)) for _ in range(pairs)]
+        )
+        assert found.is_faster()
+        assert found.low < found.median < found.high
+        assert found.median == pytest.approx(1.5, rel=0.05)
 
 
 def test_values_that_were_not_measured_are_left_out():
-    printed = str(report.Report("train.py", a_run(peak_bytes=None, loss=None)))
+    run = a_run(peak_bytes=None, loss=None)
+    printed = str(report.Report("train.py", (run,)))
     assert "memory" not in printed
     assert "loss" not in printed
     assert "nan" not in printed

@@ -23,6 +23,12 @@ exit codes:
   1  done, and something is unhealthy (the output says what)
   2  the command or its input is wrong (the message says what to change)
 """
+EXIT_CODES_OF_RUN = """\
+exit codes:
+  the script's own; of a comparison, that of the first run that fails, and no
+  more runs are started
+  2 also if the words are wrong, or both runs would be in the same policy
+"""
 INTERRUPTED = 130  # what shells report for a program ended by Ctrl-C
 OK, UNHEALTHY, BAD_INPUT = 0, 1, 2
 
@@ -85,15 +91,28 @@ def _run(options: argparse.Namespace) -> int:
 
 def _launch(options: argparse.Namespace) -> int:
     """Starts a script with a policy; this process never imports Keras."""
-    if options.policy not in _POLICIES or options.against not in (
-        None,
-        *_POLICIES,
-    ):
+    asked = [*filter(None, (options.policy, options.against))]
+    if not {*asked} <= {*_POLICIES}:
         with startup_log_held_back():
             from tfmix.policy import names
 
-        names.check(options.policy)
-        names.check(options.against or "float32")
+        for name in asked:
+            names.check(name)
+    if len(asked) == 2 and len({*asked}) == 1:
+        raise ValueError(
+            f"Both runs would be in {options.policy}. Give --policy and "
+            "--against two policies."
+        )
+    if options.repeat < 1:
+        raise ValueError(
+            "`--repeat` must be at least 1. Received: --repeat "
+            f"{options.repeat}."
+        )
+    if options.repeat > 1 and not options.against:
+        raise ValueError(
+            "`--repeat` repeats a comparison. Add the policy to compare with: "
+            "`--against float32`."
+        )
     words = options.words
     if not words:
         raise ValueError(
@@ -107,7 +126,8 @@ def _launch(options: argparse.Namespace) -> int:
             f"There is no file {words[0]!r}. Give the path of a script, or "
             "`-m` and the name of a module."
         )
-    place = options.json
+    _point_out_late_options(options.words)
+    place = options.report
     if place and not os.path.isdir(os.path.dirname(os.path.abspath(place))):
         raise ValueError(
             f"There is no folder to write {place!r} in. Make it first, or give "
@@ -116,8 +136,27 @@ def _launch(options: argparse.Namespace) -> int:
     launcher = runpy.run_path(
         str(pathlib.Path(__file__).with_name("_run") / "launcher.py")
     )
-    code = launcher["run"](words, options.policy, options.against, place)
+    code = launcher["run"](
+        words,
+        options.policy,
+        options.against,
+        options.repeat,
+        place,
+        options.json,
+    )
     return int(code)
+
+
+def _point_out_late_options(words: Sequence[str]) -> None:
+    """Says which options after the script's name go to the script."""
+    ours = {option for option in _RUN if option.startswith("--")}
+    late = [word for word in words[1:] if word.partition("=")[0] in ours]
+    if late:
+        print(
+            f"tfmix run: {', '.join(late)} goes to {words[0]}, because it "
+            "stands after it; tfmix reads the options before it.",
+            file=sys.stderr,
+        )
 
 
 @contextlib.contextmanager
@@ -172,7 +211,8 @@ def build_parser() -> argparse.ArgumentParser:
             name,
             help=summary,
             description=f"{summary[0].upper()}{summary[1:]}.",
-            epilog=f"examples:\n{lines}\n\n{EXIT_CODES}",
+            epilog=f"examples:\n{lines}\n\n"
+            + (EXIT_CODES_OF_RUN if name == "run" else EXIT_CODES),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         for option, settings in {**_JSON, **options}.items():
@@ -204,6 +244,12 @@ def _file(summary: str, **settings: Any) -> dict[str, Any]:
     return {"type": pathlib.Path, "help": summary, **settings}
 
 
+# These are `tfmix.policy.names`, which cannot be imported without Keras.
+_POLICIES = (
+    *("float32", "mixed_float16", "mixed_bfloat16", "float16", "bfloat16"),
+    *("mixed_float8", "auto", "O0", "O1", "O2", "O3"),
+)
+_LISTED = ", ".join(_POLICIES)
 _CHECK: _Options = {
     **_MODEL,
     "--data": _file(
@@ -211,7 +257,8 @@ _CHECK: _Options = {
     ),
     "--loss": {"help": "a loss of Keras (default: the compiled one)"},
     "--policy": {
-        "help": "mixed_float16, mixed_bfloat16, ... (default: its own)"
+        "help": f"{_LISTED} (default: the model's own, for a float32 model "
+        "mixed_float16)"
     },
     "--rows": {"type": int, "default": 64, "help": "rows to use (default: 64)"},
     "--suggest": _flag("search a policy that is healthy"),
@@ -234,8 +281,8 @@ _COMPILE: _Options = {
         "help": "how many share the batch (default: 1)",
     },
     "--policy": {
-        "help": "mixed_float16, ..., several with commas between "
-        "(default: the model's own)"
+        "help": f"{_LISTED}; several with commas between (default: the "
+        "model's own)"
     },
     "--optimizer": {"help": "a name of Keras's (default: the saved one)"},
     "--loss": {"help": "a loss of Keras (default: the compiled one)"},
@@ -244,7 +291,7 @@ _COMPILE: _Options = {
 _CONVERT: _Options = {
     "source": _file("a .keras file"),
     "target": _file("the file to write"),
-    "--policy": {"required": True, "help": "mixed_float16, bfloat16, O2, ..."},
+    "--policy": {"required": True, "help": _LISTED},
     "--inference": _flag("leave out the optimizer and the loss"),
     "--overwrite": _flag("replace an existing file"),
 }
@@ -253,22 +300,25 @@ _DEMO: _Options = {
     "--seeds": {"type": int, "help": "runs per policy"},
     "--out": {"default": "out", "help": "folder for the plot (default: out)"},
 }
-# These are `tfmix.policy.names`, which cannot be imported without Keras.
-_POLICIES = (
-    *("float32", "mixed_float16", "mixed_bfloat16", "float16", "bfloat16"),
-    *("mixed_float8", "auto", "O0", "O1", "O2", "O3"),
-)
 _RUN: _Options = {
     "--policy": {
-        "default": "auto",
-        "help": "mixed_float16, mixed_bfloat16, ... (default: auto, which "
-        "suits the device)",
+        "help": f"{_LISTED}; the script's own policies are ignored (default: "
+        "the script's own, else auto, which suits the device)",
     },
     "--against": {
         "metavar": "POLICY",
-        "help": "run once more in this policy, and compare",
+        "help": "run in this policy first, and compare",
     },
-    "--json": {"metavar": "FILE", "help": "write the report to this file, too"},
+    "--repeat": {
+        "type": int,
+        "default": 1,
+        "metavar": "N",
+        "help": "with --against: N runs in each policy, in turns (default: 1)",
+    },
+    "--report": {
+        "metavar": "FILE",
+        "help": "write the report to this file as JSON, too",
+    },
     "-m": {
         "action": "store_true",
         "dest": "module",
@@ -283,26 +333,27 @@ _RUN: _Options = {
 # Maps a name to its summary, its examples' words and its options.
 _COMMANDS: dict[str, tuple[str, tuple[str, ...], _Options]] = {
     "run": (
-        "a script as it is in 16 bit, with a report at its end",
+        "run a script as it is in 16 bit, and report steps, time and loss",
         (
             " train.py --epochs 3",
             " --policy mixed_float16 -m package.train",
             " --against float32 train.py",
+            " --policy mixed_bfloat16 --against float32 --repeat 3 train.py",
         ),
         _RUN,
     ),
     "devices": (
-        "what the hardware can do, and the policy 'auto' takes here",
+        "list what the hardware can do, and the policy that 'auto' takes",
         ("", " --json"),
         {},
     ),
     "doctor": (
-        "versions, devices, policy, extras: what a bug report needs",
+        "list versions, devices, policy and extras for a bug report",
         ("", " --json"),
         {},
     ),
     "check": (
-        "a saved model in 16 bit against itself in float32, layer by layer",
+        "compare a saved model in 16 bit with float32, layer by layer",
         (
             " model.keras --data batch.npz",
             " model.keras --data batch.npz --suggest --html report.html",
@@ -311,7 +362,7 @@ _COMMANDS: dict[str, tuple[str, tuple[str, ...], _Options]] = {
         _CHECK,
     ),
     "advise": (
-        "shapes that keep 16-bit hardware waiting, and memory per policy",
+        "find shapes that are slow in 16 bit, and estimate the memory",
         (
             " model.keras --batch-size 128",
             " model.keras --batch-size 128 --target v5e --json",
@@ -327,7 +378,7 @@ _COMMANDS: dict[str, tuple[str, tuple[str, ...], _Options]] = {
         },
     ),
     "compile": (
-        "what a saved model's training step becomes on a GPU or TPU that is "
+        "compile a saved model's training step for a GPU or TPU that is "
         "not here",
         (
             " model.keras --target h200 --batch-size 64",
@@ -337,7 +388,7 @@ _COMMANDS: dict[str, tuple[str, tuple[str, ...], _Options]] = {
         _COMPILE,
     ),
     "convert": (
-        "a saved model into another policy, weights carried over",
+        "convert a saved model to another policy, with its weights",
         (
             " model.keras model16.keras --policy mixed_float16",
             " model.keras served.keras --policy bfloat16 --inference",

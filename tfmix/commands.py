@@ -88,6 +88,7 @@ def run_check(options: argparse.Namespace) -> Outcome:
     if options.html:
         report.to_html(options.html)
         notes.append(f"report: {options.html}")
+    notes.append("headroom: how often a value can double before it overflows.")
     data["notes"] += notes
     report = dataclasses.replace(report, verbose=options.verbose)
     text = console.Group(report, *map(markup.escape, notes))

@@ -1,7 +1,8 @@
-"""Reports calls of compiled functions, which `tfmix run` counts and times.
+"""Reports calls of step functions, which `tfmix run` counts and times.
 
-They are those of `tf.function` and `jax.jit`, also in `fit`. Only outermost
-calls count, and only of functions that call `note` while they are traced.
+They are those of `tf.function`, of `jax.jit` and of `fit`, compiled or not.
+Only outermost calls count, and only of functions that call `note` while they
+run or are traced.
 """
 
 import functools
@@ -28,21 +29,27 @@ Listener = Callable[[Any, list[Any], float, Any], None]
 _listeners: list[Listener] = []
 _replacements = replacements.Replacements()
 # The notes of the outermost functions that run now, by thread. A strategy
-# traces each replica in a thread of its own.
+# runs each replica in a thread of its own.
 _running: dict[int, list[Any]] = {}
-# The notes from the traces of each function.
+# The notes of each function.
 _notes: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 
 def listen(listener: Listener) -> None:
-    """Calls a function after each call of a compiled one, from now on."""
+    """Calls a function after each call of a step function, from now on."""
     _listeners[:] = [listener]
+    name = "make_train_function"
+    owner = next(c for c in keras.Model.__mro__[1:] if name in vars(c))
+    places: dict[replacements.Place, Callable] = {
+        (owner, name): _make_train_function
+    }
     if keras.backend.backend() == "tensorflow":
         function = type(tf.function(lambda: None))
-        _replacements.set({(function, "__call__"): _tensorflows_call})
+        places[function, "__call__"] = _tensorflows_call
     else:
         # The trainer imported its own reference when Keras was imported.
-        _replacements.set({(jax, "jit"): _jit, (trainer, "jit"): _jit})
+        places |= {(jax, "jit"): _jit, (trainer, "jit"): _jit}
+    _replacements.set(places)
 
 
 def is_compiling() -> bool:
@@ -50,8 +57,13 @@ def is_compiling() -> bool:
     return bool(compilation.trace() != compilation.EAGER)
 
 
+def is_in_step() -> bool:
+    """Returns whether the running code is inside a step function."""
+    return bool(_running) or is_compiling()
+
+
 def note(what: Any) -> None:
-    """Adds a note to the functions that are being traced."""
+    """Adds a note to the step functions that run or are traced."""
     for notes in list(_running.values()):
         if what not in notes:
             notes.append(what)
@@ -72,6 +84,36 @@ def _called(function: Any, original: Callable, args: Any, kwargs: Any) -> Any:
         for listener in _listeners:
             listener(function, notes, began, outputs)
     return outputs
+
+
+def _make_train_function(original: Callable) -> Callable:
+    """Makes the function of `fit` report its calls where it is eager, too."""
+
+    @functools.wraps(original)
+    def make_train_function(
+        model: keras.Model, *args: Any, **kwargs: Any
+    ) -> Any:
+        before = model.train_function
+        original(model, *args, **kwargs)
+        function = model.train_function
+        if function is before or _is_compiled(model, function):
+            return function
+
+        @functools.wraps(function)
+        def train_function(*args: Any) -> Any:
+            return _called(train_function, function, args, {})
+
+        model.train_function = train_function
+        return train_function
+
+    return make_train_function
+
+
+def _is_compiled(model: keras.Model, function: Any) -> bool:
+    """Returns whether the steps of a function of `fit` report their calls."""
+    if keras.backend.backend() == "tensorflow":
+        return hasattr(function, "get_concrete_function")
+    return bool(model.jit_compile) and not model.run_eagerly
 
 
 def _tensorflows_call(original: Callable) -> Callable:

@@ -7,6 +7,7 @@ still choose a backend.
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,48 +21,85 @@ FAILED = 2
 
 def run(
     words: Sequence[str],
-    policy: str,
+    policy: str | None = None,
     against: str | None = None,
-    json_file: str | None = None,
+    repeat: int = 1,
+    file: str | None = None,
+    is_json: bool = False,
 ) -> int:
     """Runs a script as `python` would, and returns its exit code.
 
     Args:
         words: The words after `python`: `["train.py", "--epochs", "3"]`, or
             `["-m", "package.train"]`.
-        policy: The policy for the training.
-        against: The policy of a second run to compare with.
-        json_file: The file for the report as JSON.
+        policy: The policy for the training. `None` is the script's own or
+            `"auto"`.
+        against: The policy of a run to compare with, which comes first.
+        repeat: How often both runs take turns.
+        file: The file for the report as JSON.
+        is_json: Whether to print JSON instead of a table.
 
     Returns:
-        The exit code. On POSIX it returns only if a first run failed, because
-        this process becomes the script's.
+        The exit code. On POSIX it returns only if an earlier run failed,
+        because this process becomes the last one.
     """
-    # The script may change its folder.
-    target = json_file and os.path.abspath(json_file)
+    printed = {
+        # The script may change its folder.
+        "file": file and os.path.abspath(file),
+        "is_json": is_json,
+    }
+    asked = (policy or "auto", policy is not None)
     if against is None:
-        return _become(words, policy, {"json": target})
-    with tempfile.NamedTemporaryFile(suffix=".json", delete=False) as first:
-        pass
-    quiet = {"json": first.name, "is_quiet": True}
-    code = _wait(words, policy, quiet)
-    report = pathlib.Path(first.name)
-    if code:
-        print(
-            f"tfmix run: the run in {policy!r} ended with exit code {code}, "
-            f"so the one in {against!r} was not started.",
-            file=sys.stderr,
-        )
-    if code or not report.stat().st_size:
-        # Without Keras there is nothing to compare.
-        report.unlink()
-        return code
-    compared = {"json": target, "before": first.name, "is_strict": True}
-    return _become(words, against, compared)
+        return _become(words, *asked, printed)
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="tfmix-run-"))
+    *first, last = [(against, True), asked] * repeat
+    files: list[str] = []
+    for number, (name, is_asked) in enumerate(first, 1):
+        _announce(number, len(first) + 1, name)
+        files.append(str(folder / f"{number}.json"))
+        quiet = {"file": files[-1], "is_quiet": True, "then": asked}
+        code = _wait(words, name, is_asked, quiet)
+        report = _read(files[-1])
+        if "refused" in report:
+            code = _refuse(report, against)
+        elif code:
+            print(
+                f"tfmix run: this run ended with exit code {code}, so there "
+                "are no more and no comparison.",
+                file=sys.stderr,
+            )
+        # A script without Keras, which the run has said, writes no report.
+        if code or not report:
+            shutil.rmtree(folder)
+            return code
+    _announce(len(first) + 1, len(first) + 1, last[0])
+    return _become(words, *last, {**printed, "before": files})
+
+
+def _announce(number: int, of: int, policy: str) -> None:
+    print(f"tfmix run: {number} of {of}, {policy}", file=sys.stderr, flush=True)
+
+
+def _read(file: str) -> dict[str, Any]:
+    """Returns what a run wrote, {} for nothing."""
+    path = pathlib.Path(file)
+    return json.loads(path.read_text("utf-8")) if path.exists() else {}
+
+
+def _refuse(report: dict[str, Any], against: str) -> int:
+    """Says why two runs cannot be compared; returns the exit code."""
+    other = "mixed_bfloat16" if against == "float32" else "float32"
+    print(
+        f"tfmix run: error: both runs would be in {report['refused']} "
+        f"({report['why']}). Name another policy, as in `tfmix run --policy "
+        f"{other} --against {against} ...`.",
+        file=sys.stderr,
+    )
+    return FAILED
 
 
 def _command(
-    words: Sequence[str], policy: str, settings: dict[str, Any]
+    words: Sequence[str], policy: str, is_asked: bool, settings: dict[str, Any]
 ) -> tuple[list[str], dict[str, str]]:
     """Returns a command line and its environment."""
     paths = [str(_STARTUP), os.environ.get("PYTHONPATH", "")]
@@ -69,22 +107,26 @@ def _command(
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "TFMIX_POLICY": policy,
-        "TFMIX_RUN": json.dumps(settings),
+        "TFMIX_RUN": json.dumps({**settings, "is_asked": is_asked}),
     }
     return [sys.executable, *words], environment
 
 
-def _become(words: Sequence[str], policy: str, settings: dict[str, Any]) -> int:
+def _become(
+    words: Sequence[str], policy: str, is_asked: bool, settings: dict[str, Any]
+) -> int:
     if os.name != "posix":
         # On Windows this process would end before the script's.
-        return _wait(words, policy, settings)
-    command, environment = _command(words, policy, settings)
+        return _wait(words, policy, is_asked, settings)
+    command, environment = _command(words, policy, is_asked, settings)
     sys.stdout.flush()
     os.execve(command[0], command, environment)
 
 
-def _wait(words: Sequence[str], policy: str, settings: dict[str, Any]) -> int:
-    command, environment = _command(words, policy, settings)
+def _wait(
+    words: Sequence[str], policy: str, is_asked: bool, settings: dict[str, Any]
+) -> int:
+    command, environment = _command(words, policy, is_asked, settings)
 
     def leave_to_script(*_: Any) -> None:
         # Ctrl-C reaches both processes; the script decides what it means.

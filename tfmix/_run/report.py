@@ -1,14 +1,18 @@
-"""Holds what `tfmix run` measured of one run or two, and prints it."""
+"""Holds what `tfmix run` measured of one run or several, and prints it."""
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfmix import _tables
+import numpy as np
 
-# Smaller differences in time or memory are no reason to choose a policy, and
-# smaller ones between losses are no reason against it.
-_FASTER, _SMALLER, _OTHER_LOSS = 1.1, 0.9, 0.05
+from tfmix import _tables
+from tfmix._run import verdict
+
+# A smaller difference in memory is no reason to choose a policy, and a smaller
+# one between losses is no reason against it.
+_SMALLER, _OTHER_LOSS = 0.9, 0.05
 _UNKNOWN = "-"
 
 
@@ -21,12 +25,15 @@ class Run:
     why: str  # the reason for this policy
     device: str
     fast: bool  # true if the device is faster in this dtype
+    is_cpu: bool  # true if no accelerator was found
     failed: str  # why something could not be measured, "" for nothing
     ended: str  # the error that ended it, "" for none
-    steps: int  # the optimizer steps, skipped ones included
+    steps: int  # the train steps, skipped ones included
     skipped: int | None
     cause: str  # the likeliest cause of skipped steps, or ""
     milliseconds: float | None  # the median time of a step, without the first
+    timed: int  # the steps of that median
+    blocks: list[list[float]]  # the same of blocks of steps, see `verdict`
     first_seconds: float | None  # the time of the first step
     peak_bytes: int | None
     loss: float | None  # the loss of the last step
@@ -39,18 +46,6 @@ class Run:
         """Returns whether this is the run in float32."""
         return self.policy == "float32"
 
-    def cells(self) -> list[str]:
-        """Returns the column of the table."""
-        is_short = self.milliseconds is not None and self.milliseconds < 100
-        return [
-            f"{self.steps:,}",
-            _UNKNOWN if self.skipped is None else f"{self.skipped:,}",
-            _shown(self.milliseconds, ",.3g" if is_short else ",.0f"),
-            _shown(self.first_seconds, ".2f"),
-            _shown(self.peak_bytes and self.peak_bytes / 2**20, ",.0f"),
-            _shown(self.loss, ".4g"),
-        ]
-
     def notes(self) -> list[str]:
         """Returns the sentences below the table."""
         notes = [f"{self.policy} on {self.device}: {self.why}"]
@@ -58,8 +53,8 @@ class Run:
             notes.append(f"ended by {self.ended}")
         if not self.steps:
             notes.append(
-                "No optimizer step was seen in this process, so nothing was "
-                "measured."
+                "No step of an optimizer was seen in this process, so nothing "
+                "was measured."
             )
         if self.failed:
             notes.append(f"not measured to the end, because of {self.failed}")
@@ -84,41 +79,58 @@ class Run:
         return kept
 
 
-HEADS = (
-    "optimizer steps",
-    "skipped",
-    "milliseconds a step",
-    "first step, seconds",
-    "peak memory, MiB",
-    "last loss",
+def _milliseconds(value: float) -> str:
+    return format(value, ",.3g" if value < 100 else ",.0f")
+
+
+# The rows of the table: a head, the value of a run, and how to show it.
+_ROWS: tuple[tuple[str, Callable[[Run], Any], Callable[[Any], str]], ...] = (
+    ("train steps", lambda run: run.steps, "{:,}".format),
+    ("skipped", lambda run: run.skipped, "{:,}".format),
+    ("milliseconds a step", lambda run: run.milliseconds, _milliseconds),
+    ("first step, seconds", lambda run: run.first_seconds, "{:.2f}".format),
+    (
+        "peak memory, MiB",
+        lambda run: run.peak_bytes and run.peak_bytes / 2**20,
+        "{:,.0f}".format,
+    ),
+    ("last loss", lambda run: run.loss, "{:.4g}".format),
 )
+HEADS = tuple(head for head, *_ in _ROWS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Report(_tables.Printed):
-    """A report of one run, or of two to compare."""
+    """A report of runs in one policy, or of as many in another, too.
+
+    Attributes:
+        script: The name of the script.
+        runs: The runs in the policy that was asked for.
+        others: The runs to compare with; each ran before its partner.
+    """
 
     script: str
-    run: Run
-    other: Run | None = None
-
-    @property
-    def runs(self) -> list[Run]:
-        """The runs, in their order."""
-        return [self.run, *([self.other] if self.other else [])]
+    runs: tuple[Run, ...]
+    others: tuple[Run, ...] = ()
 
     def tables(self) -> list[_tables.Table]:
         """Returns the tables to print."""
-        columns = [run.cells() for run in self.runs]
+        columns = [*filter(None, (self.runs, self.others))]
         rows = [
-            row
-            for row in zip(HEADS, *columns, strict=True)
-            if set(row[1:]) != {_UNKNOWN}
+            (
+                head,
+                *(
+                    _cell([value(run) for run in runs], form)
+                    for runs in columns
+                ),
+            )
+            for head, value, form in _ROWS
         ]
-        notes = [note for run in self.runs for note in run.notes()]
-        if self.other:
+        rows = [row for row in rows if set(row[1:]) != {_UNKNOWN}]
+        notes = [note for *_, run in columns for note in run.notes()]
+        if self.others:
             notes.append(self.verdict())
-        heads = ["", *(run.policy for run in self.runs)]
+        heads = ["", *(runs[-1].policy for runs in columns)]
         title = f"tfmix run: {self.script}"
         return [_tables.Table(heads, rows, title, notes)]
 
@@ -128,81 +140,109 @@ class Report(_tables.Printed):
         JSON has no NaN and no infinity. They are strings, such as "nan".
         """
         data = dataclasses.asdict(self)
-        for run in filter(None, (data["run"], data["other"])):
+        for run in (*data["runs"], *data["others"]):
             run |= {name: _json(value) for name, value in run.items()}
-        if self.other:
-            data["speedup"] = self.speedup()
+        if self.others:
+            speedup = self.speedup()
+            data["speedup"] = speedup and dataclasses.asdict(speedup)
             data["verdict"] = self.verdict()
         return data
 
-    def pair(self) -> tuple[Run, Run]:
-        """Returns the two runs, that in float32 last."""
-        if self.other is None:
-            raise ValueError("There is only one run, so nothing to compare.")
-        if self.run.is_float32() and not self.other.is_float32():
-            return self.other, self.run
-        return self.run, self.other
+    def _sides(self) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
+        """Returns the runs of both policies, those in float32 last."""
+        if self.runs[-1].is_float32() and not self.others[-1].is_float32():
+            return self.others, self.runs
+        return self.runs, self.others
 
-    def speedup(self) -> float | None:
-        """Returns how many times as fast the 16-bit run is."""
-        narrow, wide = self.pair()
-        if not narrow.milliseconds or not wide.milliseconds:
+    def speedup(self) -> verdict.Ratio | None:
+        """Returns how many times as fast 16 bit is, None for too few steps."""
+        pairs = [*zip(*self._sides(), strict=True)]
+        if not all(run.blocks for pair in pairs for run in pair):
             return None
-        return wide.milliseconds / narrow.milliseconds
+        return verdict.compare([(a.blocks, b.blocks) for a, b in pairs])
 
     def verdict(self) -> str:
-        """Returns a sentence or two on whether 16 bit is worth it."""
-        narrow, wide = self.pair()
+        """Returns some sentences on whether 16 bit is worth it."""
+        (*_, narrow), (*_, wide) = self._sides()
         if narrow.policy == wide.policy:
+            return f"Both ran in {wide.policy}, so there is nothing to compare."
+        text = self._on_time(narrow, wide) + _saved(narrow, wide)
+        if narrow.is_cpu:
+            text += " A CPU says nothing about a GPU."
+        if _is_lost(narrow) and not _is_lost(wide):
             return (
-                f"Both ran in {narrow.policy}, so there is nothing to compare: "
-                "name a policy, as in `tfmix run --policy mixed_bfloat16 "
-                "--against float32 ...`."
+                f"Not worth it as it is: the last loss in {narrow.policy} is "
+                f"{narrow.loss}, in {wide.policy} {wide.loss:.4g}."
             )
+        return text + _losses(*self._sides())
+
+    def _on_time(self, narrow: Run, wide: Run) -> str:
         speedup = self.speedup()
         if speedup is None:
-            return "Not compared: one of the runs has too few steps to time."
-        times = f"{speedup:.2f} times as fast as {wide.policy}"
-        saved = _saved(narrow, wide)
-        if speedup >= _FASTER:
-            text = f"Worth it: {times}{saved}."
-        elif saved:
-            text = f"Worth it for memory alone: {times}{saved}."
-        else:
-            text = f"Not worth it: {times}{_reason(narrow, speedup)}."
-        return text + _losses(narrow, wide)
+            timed = min(run.timed for run in (*self.runs, *self.others))
+            return (
+                f"{_NO_DIFFERENCE}: {timed} steps were timed, and it takes "
+                f"{verdict.LEAST_STEPS} in each run."
+            )
+        times = f"{speedup} times as fast as {wide.policy}"
+        if speedup.is_faster():
+            return f"Worth it: {times}."
+        if speedup.is_slower():
+            return f"Not worth it: {times}{_reason(narrow)}."
+        more = "" if len(self.runs) > 1 else " `--repeat 3` would show more."
+        return f"{_NO_DIFFERENCE}: {times}.{more}"
 
 
-def _reason(narrow: Run, speedup: float) -> str:
-    """Returns the reason that 16 bit gains nothing, if it is known."""
+_NO_DIFFERENCE = "No difference that this run can show"
+
+
+def _reason(narrow: Run) -> str:
+    """Returns the reason that 16 bit is slower, if it is known."""
     if narrow.fast:
         return ". The layers may be too small, see `tfmix advise`"
-    emulates = speedup < 1 / _FASTER
-    known = f", as this {narrow.device} emulates {narrow.dtype}"
-    return known if emulates else ""
+    return f", as this {narrow.device} emulates {narrow.dtype}"
 
 
 def _saved(narrow: Run, wide: Run) -> str:
     if not narrow.peak_bytes or not wide.peak_bytes:
         return ""
     share = narrow.peak_bytes / wide.peak_bytes
-    return f", with {share:.0%} of the memory" if share <= _SMALLER else ""
-
-
-def _losses(narrow: Run, wide: Run) -> str:
-    if narrow.loss is None or wide.loss is None:
+    if share > _SMALLER:
         return ""
-    gap = narrow.loss - wide.loss
+    return f" It takes {share:.0%} of the memory."
+
+
+def _is_lost(run: Run) -> bool:
+    return run.loss is not None and not math.isfinite(run.loss)
+
+
+def _losses(narrow: Sequence[Run], wide: Sequence[Run]) -> str:
+    """Compares the last losses, with their spread if there are several."""
+    ours, theirs = (
+        [run.loss for run in runs if run.loss is not None]
+        for runs in (narrow, wide)
+    )
+    if not ours or not theirs:
+        return ""
+    gap = float(np.median(ours) - np.median(theirs))
     if not math.isfinite(gap):
         return " The last loss of a run is not finite."
     text = f" The last losses differ by {gap:+.2g}"
-    if abs(gap) <= _OTHER_LOSS * abs(wide.loss):
+    spread = max(np.ptp(ours), np.ptp(theirs)) if len(ours) > 1 else 0.0
+    if abs(gap) <= max(_OTHER_LOSS * abs(float(np.median(theirs))), spread):
         return f"{text}."
+    if len(ours) > 1:
+        return f"{text}, more than runs of one policy do."
     return f"{text}; two runs with other seeds may differ as much: try a few."
 
 
-def _shown(value: float | None, form: str) -> str:
-    return _UNKNOWN if value is None else format(value, form)
+def _cell(values: Sequence[Any], form: Callable[[Any], str]) -> str:
+    """Returns the value of some runs, or their range."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return _UNKNOWN
+    ends = dict.fromkeys((form(min(known)), form(max(known))))
+    return " to ".join(ends)
 
 
 def _json(value: Any) -> Any:

@@ -4,15 +4,15 @@ import atexit
 import dataclasses
 import functools
 import inspect
-import itertools
 import json
 import os
 import pathlib
+import shutil
 import sys
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -34,10 +34,15 @@ POLICY, SETTINGS = "TFMIX_POLICY", "TFMIX_RUN"
 class Settings:
     """The settings with which `tfmix run` started the process."""
 
-    json: str | None = None  # the file for the report
-    before: str | None = None  # the file of the run to compare with
-    is_quiet: bool = False  # true if a second run will print
-    is_strict: bool = False  # true if the script's own policies are ignored
+    file: str | None = None  # the file for the report as JSON
+    is_json: bool = False  # true if JSON is printed instead of a table
+    # The files of the runs to compare with and of those like this one, in
+    # turns, as they ran. They are in one folder, which the last run removes.
+    before: tuple[str, ...] = ()
+    is_quiet: bool = False  # true if a later run will print
+    is_asked: bool = True  # true if the script's own policies are ignored
+    # The policy of the next run, and whether that one is asked for.
+    then: tuple[str, bool] | None = None
     process: int | None = None  # the process that `tfmix run` started
 
 
@@ -75,14 +80,17 @@ class _Session:
         self._policy = policies.Policy(name)
         # The policies that the script sets itself, the latest at the end.
         self._by_script: dict[str, keras.DTypePolicy] = {}
+        # The last of them that this run's policy replaced, or "".
+        self._ignored = ""
         self._replacements = replacements.Replacements()
-        # The layers created in 16 bit, numbered, and what is known of each.
-        self._layers: weakref.WeakKeyDictionary[Any, int] = (
+        # All layers, in the order in which they were created.
+        self._layers: weakref.WeakKeyDictionary[Any, None] = (
             weakref.WeakKeyDictionary()
         )
-        self._numbers = itertools.count()
-        self._found: dict[int, tuple[str, str, str]] = {}
-        self._steps = steps.Steps(self._look_at_layers)
+        # What is known of each layer of the models that trained.
+        self._found: dict[tuple, tuple[str, str, str]] = {}
+        self._steps = steps.Steps(self._refuse, self._look_at_layers)
+        self._is_refused = False
         self.cause = ""
 
     def begin(self) -> None:
@@ -100,23 +108,31 @@ class _Session:
         record.report_skips(fit)
         atexit.register(self._end)
 
-    def _decide(self, policy: keras.DTypePolicy) -> keras.DTypePolicy:
+    def _decide(
+        self, policy: keras.DTypePolicy, for_all: bool
+    ) -> keras.DTypePolicy:
         """Returns the policy that replaces one that a script sets."""
         name = _name(policy)
+        # A script in 16 bit may keep a part of its model in float32.
+        is_part = not for_all or {*self._by_script} - {"float32"}
         self._by_script.pop(name, None)
         self._by_script[name] = policy
-        if self._settings.is_strict and policy.name != "float32":
-            return self._policy
-        return policy
+        if not self._settings.is_asked or (name == "float32" and is_part):
+            return policy
+        if name != _name(self._policy):
+            self._ignored = name
+        return self._policy
 
     def _store(self, original: types.ModuleType) -> types.ModuleType:
         """Makes the script set policies in tfmix rather than in Keras."""
 
         def save(name: str, value: Any) -> None:
-            is_off = not global_policy.hooks_keras()
-            if name == global_state.POLICY_KEY and is_off and _is_new(value):
-                global_policy.set_global_policy(value)
-                return
+            is_policy = name == global_state.POLICY_KEY and value is not None
+            if is_policy and not global_policy.hooks_keras():
+                if _is_new(value):
+                    global_policy.set_global_policy(value)
+                    return
+                self._by_script.setdefault(_name(value), value)
             # The report names the policies that the script sets.
             with _messages.silenced():
                 original.set_global_attribute(name, value)
@@ -125,33 +141,55 @@ class _Session:
         return replacements.copy_module(original, functions)
 
     def _initializer(self, original: Callable) -> Callable:
-        """Notes each layer that is created in 16 bit."""
+        """Notes each layer."""
 
         @functools.wraps(original)
         def __init__(layer: Any, *args: Any, **kwargs: Any) -> None:
             original(layer, *args, **kwargs)
-            if policies.is_sixteen_bit(global_policy.global_policy()):
-                self._layers[layer] = next(self._numbers)
+            self._layers[layer] = None
 
         vars(__init__)["__signature__"] = inspect.signature(original)
         return __init__
 
+    def _refuse(self) -> None:
+        """Ends a comparison of two equal runs before its first step."""
+        if not self._settings.then:
+            return
+        asked, is_asked = self._settings.then
+        policy, _ = self._policy_and_reason()
+        then, why = policies.Policy(asked), "asked for"
+        if not is_asked:
+            then, why = self._of_script(asked)
+        if _name(then) == _name(policy):
+            data = {"refused": _name(then), "why": why}
+            pathlib.Path(str(self._settings.file)).write_text(json.dumps(data))
+            self._is_refused = True
+            raise SystemExit(2)
+
     def _look_at_layers(self) -> None:
-        """Notes the dtype of each layer, while it exists."""
-        for layer, number in list(self._layers.items()):
-            computes = not layers.is_structure(layer) and not layers.is_input(
-                layer
-            )
-            if layer.built and computes:
-                why = fallback.reason(layer)
-                self._found[number] = (
-                    type(layer).__name__,
+        """Notes the layers of each model that trains, while they exist.
+
+        A model that is built or loaded again has the same names, and counts
+        once.
+        """
+        trained = set(map(id, self._steps.trained()))
+        seen: set[int] = set()
+        for model in _outermost(self._layers, trained):
+            for place, layer in enumerate(layers.flat_layers(model)):
+                is_other = layers.is_structure(layer) or layers.is_input(layer)
+                # A Sequential holds its layers in a graph, too.
+                if id(layer) in seen or is_other or not layer.built:
+                    continue
+                seen.add(id(layer))
+                kind, why = type(layer).__name__, fallback.reason(layer)
+                self._found[model.name, place, kind, layer.name] = (
+                    kind,
                     layer.compute_dtype,
                     f"{layer.name} fell back: {why}" if why else "",
                 )
 
     def _end(self) -> None:
-        if os.getpid() != self._process:
+        if os.getpid() != self._process or self._is_refused:
             # A forked process did not begin here.
             return
         try:
@@ -168,36 +206,50 @@ class _Session:
             # The process only loads data, or does not train at all.
             return
         name = os.path.basename(sys.argv[0]) if sys.argv else ""
-        made = report.Report(name, measured)
-        if settings.before and is_started_here:
-            made = report.Report(name, _read(settings.before), measured)
-        if settings.json and is_started_here:
-            text = json.dumps(made.to_dict(), indent=2)
-            pathlib.Path(settings.json).write_text(text, "utf-8")
-        if not settings.is_quiet:
-            sys.stdout.flush()
+        before = list(map(_read, settings.before)) if is_started_here else []
+        made = report.Report(
+            name, (*before[1::2], measured), tuple(before[::2])
+        )
+        text = json.dumps(made.to_dict(), indent=2)
+        if settings.file and is_started_here:
+            pathlib.Path(settings.file).write_text(text, "utf-8")
+        if settings.is_quiet:
+            return
+        sys.stdout.flush()
+        if settings.is_json:
+            print(text, file=sys.stderr)
+        else:
             rich.console.Console(stderr=True).print(made)
+        for path in settings.before[:1]:
+            shutil.rmtree(os.path.dirname(path))
 
     def _measured(self) -> report.Run:
         self._look_at_layers()
         policy, why = self._policy_and_reason()
-        found = [self._found[number] for number in sorted(self._found)]
+        found = list(self._found.values())
         kinds = Counter(kind for kind, dtype, _ in found if dtype == "float32")
         here = devices()
         group = self._steps.longest()
         last = self._steps.last
+        is_fast = any(vars(each).get(policy.compute_dtype) for each in here)
+        is_cpu = all(device.kind == "CPU" for device in here)
+        blocks = [] if group is None else group.blocks()
         return report.Run(
             policy=_name(policy),
             dtype=policy.compute_dtype,
             why=why,
             device=_device(here),
-            fast=any(vars(device).get(policy.compute_dtype) for device in here),
+            fast=is_fast,
+            is_cpu=is_cpu,
             failed=self._steps.error,
             ended=_ended(),
             steps=self._steps.count(),
             skipped=self._steps.skipped(),
             cause=self._cause(),
             milliseconds=None if group is None else group.milliseconds(),
+            timed=0 if group is None else group.steps_timed(),
+            # A GPU computes while the CPU waits or does something else.
+            blocks=blocks if is_cpu else blocks[:1],
             first_seconds=None if group is None else group.first,
             peak_bytes=memory.peak(),
             loss=None if last is None else last.loss(),
@@ -209,17 +261,21 @@ class _Session:
 
     def _policy_and_reason(self) -> tuple[keras.DTypePolicy, str]:
         """Returns the policy of the run, and the reason for it."""
+        if self._settings.is_asked:
+            place = f", in place of the script's {self._ignored}"
+            return self._policy, f"asked for{place if self._ignored else ''}"
+        return self._of_script(self._asked)
+
+    def _of_script(self, asked: str) -> tuple[keras.DTypePolicy, str]:
+        """Returns the policy that a script has if it may set its own."""
         # Conversions compute in float32 on their way to 16 bit.
         *_, name = sorted(
             ["", *self._by_script], key=lambda name: name not in ("", "float32")
         )
-        if name and self._settings.is_strict:
-            return self._policy, f"asked for, in place of the script's {name}"
         if name:
             return self._by_script[name], "the script asks for it itself"
-        if self._asked == "auto":
-            return self._policy, f"'auto', {suited_policy(devices())[1]}"
-        return self._policy, "asked for"
+        why = f"'auto', {suited_policy(devices())[1]}"
+        return policies.Policy(asked), why if asked == "auto" else "asked for"
 
     def _cause(self) -> str:
         if not self._steps.skipped():
@@ -228,15 +284,29 @@ class _Session:
         return self.cause or self._steps.cause() or "not known"
 
 
+def _outermost(known: Iterable[Any], trained: set[int]) -> list[keras.Layer]:
+    """Returns the layers that hold trained variables and are in no other."""
+    holders = [
+        layer
+        for layer in list(known)
+        if any(id(v) in trained for v in layer.trainable_variables)
+    ]
+    inner = {
+        id(part)
+        for layer in holders
+        for part in layers.flat_layers(layer)
+        if part is not layer
+    }
+    return [layer for layer in holders if id(layer) not in inner]
+
+
 def _name(policy: keras.DTypePolicy) -> str:
     """Returns the name under which a policy can be set."""
     return str(getattr(policy, "level", None) or policy.name)
 
 
-def _is_new(policy: keras.DTypePolicy | None) -> bool:
+def _is_new(policy: keras.DTypePolicy) -> bool:
     """Returns whether a policy to train with differs from Keras's own."""
-    if policy is None:
-        return False
     # Setting tfmix's policy to float32 makes Keras set its own.
     is_float = keras.backend.is_float_dtype(policy.compute_dtype)
     return is_float and policy.name != global_state.policy_name()
@@ -259,10 +329,8 @@ def _ended() -> str:
 
 
 def _read(path: str) -> report.Run:
-    file = pathlib.Path(path)
-    data = json.loads(file.read_text("utf-8"))
-    file.unlink()
-    run = data["run"]
+    data = json.loads(pathlib.Path(path).read_text("utf-8"))
+    *_, run = data["runs"]
     # JSON has a loss that is not finite as a string.
     loss = None if run["loss"] is None else float(run["loss"])
     return report.Run(**{**run, "loss": loss})

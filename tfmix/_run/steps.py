@@ -1,9 +1,10 @@
-"""Counts and times all optimizer steps of a process.
+"""Counts and times all train steps of a process.
 
-A step is an optimizer's `apply`: in `fit`, in the user's own compiled function,
-or in eager code. The clock is read between two steps. The first steps are timed
-one by one, and later ones for a quarter of a second at a time, because each
-reading waits for the device.
+A step is what applies gradients once: of one optimizer, or of several in one
+`train_step` or one compiled function. In eager loops a step begins when an
+optimizer applies again. The clock is read between two steps. The first steps
+are timed one by one, and later ones for a quarter of a second at a time,
+because each reading waits for the device.
 """
 
 import collections
@@ -13,7 +14,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -25,6 +26,7 @@ from tfmix._keras import (
     optimizers,
     replacements,
 )
+from tfmix._run import verdict
 from tfmix.autocast import bare_optimizers
 from tfmix.loss_scaling import optimizer as scaling
 
@@ -34,7 +36,13 @@ _ON_JAX = keras.backend.backend() == "jax"
 
 
 class Counter:
-    """The steps of one optimizer, which it does not keep alive."""
+    """The steps of one optimizer, which it does not keep alive.
+
+    Attributes:
+        cause: The cause of skipped steps, from their gradients, or "".
+        eager: How often it was applied outside of step functions.
+        in_a_step: How often a step function applies it in one train step.
+    """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -42,25 +50,28 @@ class Counter:
         self._start = compilation.value_outside(self._iterations)
         # A variable, or the counter of an unwrapped optimizer.
         self._skips: Any = None
-        self._calls = 0
-        # The cause of skipped steps, from their gradients.
+        self.calls, self.eager, self.in_a_step = 0, 0, 1
         self.cause = ""
 
-    def called(self) -> None:
-        """Counts a call of a step function, and finds its counter of skips."""
-        self._calls += 1
+    def find_skips(self) -> None:
+        """Finds what counts the skipped steps."""
         optimizer = self._optimizer()
         if self._skips is None and optimizer is not None:
             self._skips = _skips(optimizer)
 
-    def steps(self) -> int:
-        """Returns the number of steps, skipped ones included."""
+    def trained(self) -> list[keras.Variable]:
+        """Returns the variables of the optimizer, [] if it is gone."""
+        optimizer = self._optimizer()
+        return [] if optimizer is None else optimizers.remembered(optimizer)
+
+    def applied(self) -> int:
+        """Returns how often step functions applied it, with skipped steps."""
         now = compilation.value_outside(self._iterations)
         if now is None or self._start is None:
-            return self._calls
-        counted = int(now - self._start) + (self.skipped() or 0)
+            return self.calls
+        counted = int(now - self._start) + (self.skipped() or 0) - self.eager
         # A function that JAX compiles may not write its count back.
-        return max(counted, self._calls) if _ON_JAX else counted
+        return max(counted, self.calls) if _ON_JAX else counted
 
     def skipped(self) -> int | None:
         """Returns the number of skipped steps, None if nothing counts them."""
@@ -100,42 +111,67 @@ def _skipper(optimizer: keras.optimizers.Optimizer) -> Any:
 
 
 class Group:
-    """The steps of one function, or of one optimizer in eager code."""
+    """The steps of one function, or of eager code that begins with one apply.
+
+    Attributes:
+        calls: The number of calls of the function, or of eager steps.
+        counters: The counters of all optimizers that were applied.
+        first: Seconds from the function's call to the end of its first step.
+        losses: The losses of the last two calls: at the end of an epoch, Keras
+            makes a call without a batch.
+    """
 
     def __init__(self) -> None:
         self.calls = 0
-        # Seconds from the call of the function to the end of its first step.
+        self.counters: set[Counter] = set()
         self.first: float | None = None
-        # The clock at some calls, with the steps until then.
-        self._marks: list[tuple[float, int]] = []
-        # The losses of the last two calls: at the end of an epoch, Keras makes
-        # a call without a batch.
+        # The clock and the process's CPU time at some calls, with the steps
+        # until then.
+        self._marks: list[tuple[float, float, int]] = []
         self.losses: collections.deque = collections.deque(maxlen=2)
 
     def called(
-        self, counters: list[Counter], began: float | None, outputs: Any
+        self, counters: list[Counter], began: float, outputs: Any
     ) -> None:
-        """Notes a call that has returned."""
-        self.calls += 1
+        """Notes a call of a step function that has returned."""
+        for counter in counters:
+            counter.calls += 1
+        self.counters.update(counters)
         if (loss := _loss(outputs)) is not None:
             self.losses.append(loss)
+        self._read(counters, outputs, lambda: steps_of(counters))
+        if self.calls == 1:
+            self.first = self._marks[0][0] - began
+            _compare_counts(counters)
+
+    def applied(self, counter: Counter) -> None:
+        """Notes a step of eager code, which begins with this counter's."""
+        # Eager code has applied it by now, so each call is a step.
+        self._read([counter], None, lambda: self.calls)
+
+    def _read(
+        self,
+        counters: list[Counter],
+        outputs: Any,
+        steps: Callable[[], int],
+    ) -> None:
+        """Counts a call, and reads the clocks at some calls."""
+        self.calls += 1
         for counter in counters:
-            counter.called()
+            counter.find_skips()
         if self.calls > _ONE_BY_ONE:
             if time.perf_counter() - self._marks[-1][0] < _SECONDS:
                 return
         if _ON_JAX:
             compiled_calls.wait(outputs)
-        steps = sum(counter.steps() for counter in counters)
-        self._marks.append((time.perf_counter(), steps))
+        made = steps()
+        self._marks.append((time.perf_counter(), time.process_time(), made))
         for counter in counters:
             counter.note_overflow()
-        if self.calls == 1 and began is not None:
-            self.first = self._marks[0][0] - began
 
     def steps_timed(self) -> int:
         """Returns the number of timed steps."""
-        return self._marks[-1][1] - self._marks[0][1] if self._marks else 0
+        return self._marks[-1][-1] - self._marks[0][-1] if self._marks else 0
 
     def loss(self) -> float | None:
         """Returns the loss of the last step, None if it is not known."""
@@ -150,17 +186,54 @@ class Group:
         """Returns the median time of a step, without the first."""
         if self.steps_timed() < 1:
             return None
-        clock, steps = map(np.asarray, zip(*self._marks, strict=True))
+        return float(np.median(self._each()[0]))
+
+    def blocks(self) -> list[list[float]]:
+        """Returns medians of blocks of steps: of the clock, of CPU time."""
+        if self.steps_timed() < verdict.LEAST_STEPS:
+            return []
+        return [*map(verdict.blocks, self._each())]
+
+    def _each(self) -> list[np.ndarray]:
+        """Returns the time of each step in milliseconds, for both clocks."""
+        *clocks, steps = map(np.asarray, zip(*self._marks, strict=True))
         made = np.maximum(np.diff(steps), 0)
-        each = np.diff(clock) / np.maximum(made, 1)
-        return float(1000 * np.median(np.repeat(each, made)))
+        return [
+            np.repeat(1000 * np.diff(clock) / np.maximum(made, 1), made)
+            for clock in clocks
+        ]
+
+
+def steps_of(counters: Sequence[Counter]) -> int:
+    """Returns the train steps of optimizers that are applied together."""
+    return max(each.applied() // each.in_a_step for each in counters)
+
+
+def _compare_counts(counters: list[Counter]) -> None:
+    """Notes how often one train step applies each of several optimizers.
+
+    A critic may be applied five times for each time of its generator.
+    """
+    applied = [each.applied() for each in counters]
+    if all(applied) and all(each.calls == 1 for each in counters):
+        for counter, times in zip(counters, applied, strict=True):
+            counter.in_a_step = times // min(applied)
 
 
 class Steps:
-    """All steps of the process, by the function that makes them."""
+    """All steps of the process, by the function that makes them.
 
-    def __init__(self, on_first: Callable[[], None]) -> None:
-        self._on_first = on_first
+    Args:
+        before_first: Is called before the first step of the process.
+        after_first: Is called after the first step of each function.
+    """
+
+    def __init__(
+        self,
+        before_first: Callable[[], None],
+        after_first: Callable[[], None],
+    ) -> None:
+        self._before_first, self._after_first = before_first, after_first
         self._counters: weakref.WeakKeyDictionary[Any, Counter] = (
             weakref.WeakKeyDictionary()
         )
@@ -173,6 +246,10 @@ class Steps:
         self.last: Group | None = None
         # The reason that something was not measured, "" if all went well.
         self.error = ""
+        # The optimizers that were applied in the current step of eager code,
+        # and the number of those steps.
+        self._eager: list[Counter] = []
+        self._eager_steps = 0
         self._inside = threading.local()
         self._replacements = replacements.Replacements()
 
@@ -185,13 +262,32 @@ class Steps:
         self._replacements.set(places)
 
     def count(self) -> int:
-        """Returns the number of steps."""
-        return sum(counter.steps() for counter in self._every)
+        """Returns the number of steps, skipped ones included."""
+        return self._eager_steps + sum(map(steps_of, self._together()))
 
     def skipped(self) -> int | None:
         """Returns the number of skipped steps, None if nothing counts them."""
-        counts = [counter.skipped() for counter in self._every]
-        return sum(filter(None, counts)) if set(counts) - {None} else None
+        skipped = [
+            [each.skipped() for each in counters]
+            for counters in self._together()
+        ]
+        known = [[s for s in each if s is not None] for each in skipped]
+        return sum(map(max, filter(None, known))) if any(known) else None
+
+    def _together(self) -> list[list[Counter]]:
+        """Returns the counters, those of a common train step together."""
+        found: list[set[Counter]] = []
+        for counters in [*({each} for each in self._every), *self._shared()]:
+            joined = counters.union(*(s for s in found if s & counters))
+            found = [s for s in found if not s & counters] + [joined]
+        return [[*each] for each in found]
+
+    def _shared(self) -> list[set[Counter]]:
+        return [group.counters for group in self.groups if group.counters]
+
+    def trained(self) -> list[keras.Variable]:
+        """Returns the variables of all optimizers that still exist."""
+        return [v for counter in self._every for v in counter.trained()]
 
     def cause(self) -> str:
         """Returns the cause of skipped steps, from their gradients, or ""."""
@@ -216,10 +312,10 @@ class Steps:
                 result = original(optimizer, *args, **kwargs)
             finally:
                 self._inside.apply = False
-            if compiled_calls.is_compiling():
+            if compiled_calls.is_in_step():
                 compiled_calls.note(counter)
             else:
-                self._called(optimizer, [counter], None, None)
+                self._applied(optimizer, counter)
             return result
 
         return apply
@@ -227,26 +323,46 @@ class Steps:
     def _counter(self, optimizer: Any) -> Counter:
         counter = self._counters.get(optimizer)
         if counter is None:
+            if not self._every:
+                self._before_first()
             counter = self._counters[optimizer] = Counter(optimizer)
             self._every.append(counter)
         return counter
 
+    def _applied(self, optimizer: Any, counter: Counter) -> None:
+        """Notes an apply in eager code."""
+        counter.eager += 1
+        if self._eager and counter not in self._eager:
+            self._eager.append(counter)
+            counter.find_skips()
+            return
+        self._eager = [counter]
+        self._eager_steps += 1
+        self._note(optimizer, lambda group: group.applied(counter))
+
     def _called(
-        self, by: Any, counters: list[Any], began: float | None, outputs: Any
+        self, by: Any, counters: list[Any], began: float, outputs: Any
     ) -> None:
+        self._eager = []
+        group = self._note(
+            by, lambda group: group.called(counters, began, outputs)
+        )
+        if group.losses:
+            self.last = group
+
+    def _note(self, by: Any, note: Callable[[Group], None]) -> Group:
         group = self._groups.get(by)
         if group is None:
             group = self._groups[by] = Group()
             self.groups.append(group)
         try:
-            group.called(counters, began, outputs)
+            note(group)
         except Exception as error:
             # A failed measurement is no reason to stop the script.
             self.error = f"{type(error).__name__}: {error}"
-        if group.losses:
-            self.last = group
         if group.calls == 1:
-            self._on_first()
+            self._after_first()
+        return group
 
 
 def _loss(outputs: Any) -> Any:

@@ -33,20 +33,27 @@ _base: "_Choice | None" = None
 # The open scopes of all threads, latest last. The tuple is replaced rather than
 # changed, so that it can be read without the lock.
 _open: tuple["_Scope", ...] = ()
-# Replaces each policy that a user sets; `None` keeps it.
-_decide: Callable[[keras.DTypePolicy], keras.DTypePolicy] | None = None
+# Replaces each policy that a user sets, for all layers or for some. `None`
+# keeps it.
+_Decide = Callable[[keras.DTypePolicy, bool], keras.DTypePolicy]
+_decide: _Decide | None = None
 
 
-def decide_by(decide: Callable[[keras.DTypePolicy], keras.DTypePolicy]) -> None:
-    """Sets the function that replaces each policy that a user sets."""
+def decide_by(decide: _Decide) -> None:
+    """Sets the function that replaces each policy that a user sets.
+
+    Args:
+        decide: A function that takes the policy, and whether it is for all new
+            layers rather than for a block or one model.
+    """
     global _decide
     _decide = decide
 
 
-def asked(policy: Any) -> keras.DTypePolicy:
+def asked(policy: Any, for_all: bool = False) -> keras.DTypePolicy:
     """Returns the policy that a user gets for a request."""
     accepted = accept(policy)
-    return _decide(accepted) if _decide else accepted
+    return _decide(accepted, for_all) if _decide else accepted
 
 
 def set_global_policy(policy: str | keras.DTypePolicy) -> None:
@@ -75,7 +82,7 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
         >>> set_global_policy("float32")
     """
     global _base
-    accepted = asked(policy)
+    accepted = asked(policy, for_all=True)
     with _lock:
         if (scope := _own_scope()) is not None:
             scope.replace(accepted)

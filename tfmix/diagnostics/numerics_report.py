@@ -224,7 +224,7 @@ class NumericsReport(_tables.Printed):
         faulty = len(self.faults) - seen
         more = f"{faulty} more at fault and {count - faulty} more"
         more = f"{more if faulty else f'{count} more rows'} ok: "
-        note = f"{more}`report.rows` and `report.to_html(path)` have all."
+        note = f"{more}`report.rows` has all, and in a shell `--verbose`."
         if faulty:
             note += " `report.suggested_policy()` says which to change."
         return note

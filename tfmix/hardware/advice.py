@@ -123,8 +123,12 @@ class Advice(_tables.Printed):
             )
             for row in self.rows[:_SHOWN]
         ]
-        title = f"{self.share_16bit:.0%} of the work in 16 bit, "
-        title += f"batch of {self.batch_size}"
+        title = (
+            f"{self.share_16bit:.0%} of the work in 16 bit"
+            if self.share_16bit
+            else "a model in float32"
+        )
+        title += f", batch of {self.batch_size}"
         sizes = []
         for name, memory in self.memory.items():
             sums = (*memory.by_title().values(), memory.total)
@@ -155,7 +159,8 @@ class Advice(_tables.Printed):
         if self.rows and not self.share_16bit:
             notes.append(
                 "No product is in 16 bit: set a policy before you create the "
-                "model, or convert it with `tfmix.apply_policy(model, 'auto')`."
+                "model, or convert it with `tfmix.apply_policy(model, 'auto')` "
+                "or `tfmix convert`."
             )
         return notes
 
@@ -227,6 +232,7 @@ def advise(
     fitting = ""
     if accelerator is not None:
         is_small = _is_small(rows, accelerator)
+        memory = training_memory.of_target(memory, accelerator)
         fitting = training_memory.first_that_fits(memory, accelerator, is_small)
     float8 = _float8(rows, accelerator or targets.find(_FLOAT8_TARGET))
     return Advice(tuple(rows), share, memory, size, fitting, float8)

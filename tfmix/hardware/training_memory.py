@@ -133,6 +133,17 @@ def of_step(model: Any, temporaries: int) -> Memory:
     )
 
 
+def of_target(
+    memories: Mapping[str, Memory], target: targets.Target
+) -> dict[str, Memory]:
+    """Returns the ways to train whose products a target can multiply."""
+    return {
+        way: memory
+        for way, memory in memories.items()
+        if _policy(way).compute_dtype in target.rates
+    }
+
+
 def first_that_fits(
     memories: Mapping[str, Memory],
     target: targets.Target,
