@@ -123,7 +123,8 @@ def test_a_script_runs_as_under_python(name, tmp_path):
         expected.stdout,
     )
     first, _, rest = done.stderr.partition("\n")
-    assert first.startswith("tfmix run: --policy, --json goes to ")
+    assert first.startswith("tfmix run: ")
+    assert first.endswith("--policy, --json. Options of tfmix stand before it.")
     assert rest.startswith(expected.stderr)
     # What it says besides is one line, or nothing if Python was killed.
     assert rest.removeprefix(expected.stderr).count("\n") <= 1

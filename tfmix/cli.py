@@ -149,12 +149,12 @@ def _launch(options: argparse.Namespace) -> int:
 
 def _point_out_late_options(words: Sequence[str]) -> None:
     """Says which options after the script's name go to the script."""
-    ours = {option for option in _RUN if option.startswith("--")}
+    ours = {option for option in (*_JSON, *_RUN) if option[:2] == "--"}
     late = [word for word in words[1:] if word.partition("=")[0] in ours]
     if late:
         print(
-            f"tfmix run: {', '.join(late)} goes to {words[0]}, because it "
-            "stands after it; tfmix reads the options before it.",
+            f"tfmix run: {words[0]} gets {', '.join(late)}. Options of tfmix "
+            "stand before it.",
             file=sys.stderr,
         )
 
