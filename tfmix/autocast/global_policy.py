@@ -305,7 +305,7 @@ def _replaced_by_keras(policy: keras.DTypePolicy) -> bool:
     policy = _with_rules(policy)
     if choice.went_back(policy):
         return True
-    accepted = asked(policy)
+    accepted = asked(policy, for_all=True)
     if not choice.went_back(accepted):
         choice.policies.append(accepted)
         _messages.warn_once(
