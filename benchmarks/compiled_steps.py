@@ -7,7 +7,6 @@ import keras
 
 import tfmix
 from benchmarks import gpu_models, overhead
-from tfmix._keras import context_values
 from tfmix.hardware import (
     compiled_step,
     compiled_text,
@@ -71,9 +70,7 @@ def _by_jax(optimizer: Any, variables: list, device: Any) -> Any:
         with keras.StatelessScope(zip(optimizer.variables, held, strict=True)):
             say_scaled(optimizer)
         gradients = _cast(narrow, variables)
-        # `fit` also sets this. A custom loop has a branch that warns.
-        with context_values.holding(in_fit=True):
-            return optimizer.stateless_apply(held, gradients, trained)
+        return optimizer.stateless_apply(held, gradients, trained)
 
     # Inputs must be in the order of the outputs: JAX overwrites donated inputs
     # in that order, and copies those that do not fit.
@@ -109,8 +106,7 @@ def _by_tensorflow(optimizer: Any, variables: list, device: Any) -> Any:
     @tf.function(jit_compile=True, autograph=False)
     def step(*narrow: Any) -> None:
         say_scaled(optimizer)
-        with context_values.holding(in_fit=True):
-            optimizer.apply(_cast(narrow, variables), variables)
+        optimizer.apply(_cast(narrow, variables), variables)
 
     given = [tf.TensorSpec(one.shape, tf.bfloat16) for one in variables]
     return compilers.compile_tensorflow(step, given, device)

@@ -38,7 +38,7 @@ TENSORFLOW_ONLY = set(
     _maybe_symbolic_build _all_reduce_sum_gradients _distribution_strategy
     _export_to_saved_model_graph _get_control_flow_context
     _restore_from_tensors _run_functions_eagerly _serialize_to_tensors
-    _unique_id _write_object_proto Function capture could_possibly_record
+    _trackable_children _unique_id _write_object_proto Function capture could_possibly_record
     pack_tangents should_record_backprop xla_optimization_barrier
     xla_variadic_reduce_v2
     """.split()
@@ -112,6 +112,7 @@ FUNCTIONS = {
         "_compute_loss": "self x y y_pred sample_weight training",
     },
     "keras.Model": {
+        "_trackable_children": "self save_type **kwargs",
         "_aggregate_additional_loss": "self loss",
         "_symbolic_build": "self iterator data_batch",
         "_maybe_symbolic_build": "self iterator data_batch",
@@ -141,6 +142,7 @@ FUNCTIONS = {
         "_write_object_proto": "self proto options",
     },
     "keras.optimizers.Optimizer": {
+        "_trackable_children": "self save_type **kwargs",
         "_all_reduce_sum_gradients": "self grads_and_vars",
         "_check_variables_are_known": "self variables",
         "_get_variable_index": "self variable",

@@ -123,8 +123,9 @@ def test_good_steps_are_keras_own(mode):
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
+# A function that JAX compiles counts nothing.
 @pytest.mark.costly
-@pytest.mark.parametrize("mode", steps.MODES)
+@pytest.mark.parametrize("mode", [m for m in steps.MODES if m != "jit"])
 def test_skips_in_a_row_end_with_a_step_that_is_applied(mode):
     tfmix.set_global_policy("mixed_float16")
     weights = [keras.Variable(START), keras.Variable(START)]

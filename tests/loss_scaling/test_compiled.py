@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from tests import helpers, sixteen_bit, steps
-from tfmix._keras import context_values
 from tfmix.loss_scaling import optimizer as optimizers
 
 
@@ -27,12 +26,8 @@ def jax_program(model, optimizer):
     state = [v.value for v in optimizer.variables]
     values = [v.value for v in model]
 
-    def step(*values):
-        # `fit` does this, too; your own loop has a branch that warns.
-        with context_values.holding(in_fit=True):
-            return optimizer.stateless_apply(*values)
-
-    return jax.jit(step, donate_argnums=(0, 2)).lower(state, grads, values)
+    step = jax.jit(optimizer.stateless_apply, donate_argnums=(0, 2))
+    return step.lower(state, grads, values)
 
 
 def tensorflow_program(model, optimizer):
@@ -66,8 +61,7 @@ def test_a_step_on_a_cpu_keeps_no_second_copy_of_the_state():
 
     def step(state, grads):
         # Inputs are only overwritten by outputs in the same order.
-        with context_values.holding(in_fit=True):
-            return list(optimizer.stateless_apply(state[1], grads, state[0]))
+        return list(optimizer.stateless_apply(state[1], grads, state[0]))
 
     lowered = jax.jit(step, donate_argnums=0).lower(values, values[0])
     stats = lowered.compile().memory_analysis()

@@ -62,11 +62,6 @@ def compiled_for(platform: str) -> contextlib.AbstractContextManager[None]:
     return context_values.holding(platform=platform)
 
 
-def has_host() -> bool:
-    """Returns whether the code can call the host, as only where it runs."""
-    return not context_values.block.get().platform
-
-
 def for_tpu() -> bool:
     """Returns whether TensorFlow is known to trace for a TPU."""
     strategy = type(tf.distribute.get_strategy()).__name__
@@ -478,12 +473,6 @@ def selected(condition: Any, if_true: Any, if_false: Any) -> Any:
         # `where` compiles a program of its own at each place, with broadcasts.
         return jax.lax.select(condition, if_true, if_false)
     return tf.where(condition, if_true, if_false)
-
-
-def wait_for_callbacks() -> None:
-    """Waits until compiled steps have made their calls on the host."""
-    if keras.backend.backend() == "jax":
-        jax.effects_barrier()
 
 
 def is_symbolic(tensor: Any) -> bool:

@@ -131,20 +131,67 @@ def _jit(original: Callable) -> Callable:
         if not functions:
             # This is the decorator form, `@jax.jit(**settings)`.
             return functools.partial(jit, **settings)
-        return Jitted(original(*functions, **settings))
+        return Jitted(original, *functions, **settings)
 
     return jit
 
 
-class Jitted:
-    """A jitted function that reports its calls."""
+def ask(tell: Callable[[Any], Any], values: Any) -> None:
+    """Hands a function the values of tensors of a compiled function (JAX).
 
-    def __init__(self, jitted: Any) -> None:
-        functools.update_wrapper(self, jitted, updated=())
-        self._jitted = jitted
+    The outermost compiled function returns them as well, so nothing waits for
+    the host. A body of a loop or a branch cannot return them.
+    """
+    trace, answers = getattr(_asking, "now", _NOTHING)
+    if trace == compilation.trace():
+        answers[len(_tells)] = values
+        _tells.append(tell)
+
+
+# The trace of the compiled function that this thread traces, and its answers.
+_asking = threading.local()
+_NOTHING: tuple[Any, dict[int, Any]] = None, {}
+# The functions that get the answers, by the keys of these.
+_tells: list[Callable[[Any], Any]] = []
+
+
+# JAX compiles a function object once, also if it is given to `jit` again.
+@functools.lru_cache(maxsize=64)
+def _with_answers(function: Callable) -> Callable:
+    @functools.wraps(function)
+    def with_answers(*args: Any, **kwargs: Any) -> tuple[Any, dict]:
+        before = getattr(_asking, "now", _NOTHING)
+        answers: dict[int, Any] = {}
+        _asking.now = compilation.trace(), answers
+        try:
+            outputs = function(*args, **kwargs)
+        finally:
+            _asking.now = before
+        return outputs, answers
+
+    return with_answers
+
+
+class Jitted:
+    """A jitted function that reports its calls, and what it is asked."""
+
+    def __init__(self, jit: Callable, function: Any, **settings: Any) -> None:
+        self._jitted = jit(function, **settings)
+        functools.update_wrapper(self, self._jitted, updated=())
+        if "out_shardings" in settings:
+            settings["out_shardings"] = settings["out_shardings"], None
+        self._asked = jit(_with_answers(function), **settings)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _called(self, self._jitted, args, kwargs)
+        return _called(self, self._call, args, kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        outputs, answers = self._asked(*args, **kwargs)
+        for key, values in answers.items():
+            # Inside another compiled function the values are not known yet.
+            is_inside = any(map(compilation.is_symbolic, values))
+            (ask if is_inside else _tell)(_tells[key], values)
+        return outputs
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         if instance is None:
@@ -163,6 +210,10 @@ class Jitted:
         if not vars(self):
             raise AttributeError(name)
         return getattr(self._jitted, name)
+
+
+def _tell(tell: Callable[[Any], Any], values: Any) -> None:
+    tell(values)
 
 
 def wait(outputs: Any) -> None:

@@ -256,6 +256,7 @@ class Steps:
     def watch(self) -> None:
         """Watches every step from now on."""
         compiled_calls.listen(self._called)
+        bare_optimizers.ask(compiled_calls.ask)
         places = {
             (owner, "apply"): self._applying for owner in optimizers.appliers()
         }

@@ -14,7 +14,12 @@ import numpy as np
 from keras import ops
 
 from tfmix import _messages
-from tfmix._keras import compilation, context_values, optimizers
+from tfmix._keras import (
+    compilation,
+    context_values,
+    optimizers,
+    saved_models,
+)
 from tfmix._keras import variables as keras_variables
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.loss_scaling import rules, standstill
@@ -32,8 +37,9 @@ _ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 class Skips:
     """Counts the skipped steps of one optimizer, like `LossScaleOptimizer`.
 
-    TensorFlow counts them on the device, JAX on the host, because a function
-    that JAX compiles can only change the variables that it is given.
+    TensorFlow counts them in a variable that a SavedModel saves with the
+    optimizer's own. A function that JAX compiles can only change the variables
+    that it is given, so JAX counts eager steps, and those that `ask` reports.
     """
 
     rule = rules.NoLossScale()
@@ -42,18 +48,18 @@ class Skips:
 
     def __init__(self, optimizer: Any, variables: Sequence) -> None:
         self.applies = optimizers.applies(optimizer)
+        self._name = optimizer.name
         self._paths = optimizers.paths(variables)
-        self._watch = standstill.Watch(optimizer.name, self._paths)
         # It holds all skipped steps, those in a row, and for each variable
         # those in which its gradient was not finite.
-        count = 2 + len(variables)
-        self._counts: Any = (
-            keras.Variable(np.zeros(count), "zeros", "int32", trainable=False)
-            if _ON_TENSORFLOW
-            else np.zeros(count, "int32")
-        )
-        # The number of steps applied before the last skipped one (JAX).
-        self._applied = -1
+        self._counts: Any = np.zeros(2 + len(variables), "int32")
+        if _ON_TENSORFLOW:
+            self._counts = keras.Variable(
+                self._counts, dtype="int32", trainable=False
+            )
+            saved_models.save_with(optimizer, self._counts)
+        # What compiled steps have reported, and nobody has read (JAX).
+        self._reported: list[tuple] = []
 
     @property
     def skipped_steps(self) -> int:
@@ -63,12 +69,7 @@ class Skips:
     @property
     def consecutive_skips(self) -> int:
         """The number of skipped steps since the last applied one."""
-        in_a_row = int(self._host_counts()[1])
-        if _ON_TENSORFLOW:
-            return in_a_row
-        # The host gets no call for an applied step.
-        applied = int(compilation.host_value(self.applies))
-        return in_a_row if applied == self._applied else 0
+        return int(self._host_counts()[1])
 
     @property
     def overflow_counts(self) -> dict[str, int]:
@@ -82,40 +83,64 @@ class Skips:
         return [self._counts] if _ON_TENSORFLOW else []
 
     def count(self, applied: Any, bad: Any) -> None:
-        """Counts a skipped step; in a loop, it warns of the eighth in a row."""
-        # An eager step that was applied writes only if it ends skips in a row.
-        if applied is True and not (_ON_TENSORFLOW and self._counts[1]):
+        """Counts a step, and warns of the eighth skip in a row of a loop."""
+        if not isinstance(applied, bool):
+            if _ON_TENSORFLOW:
+                self._counts.assign(self._after(applied, bad))
+            else:
+                _ask(self._reported.append, (applied, bad))
             return
-        is_bad = ops.logical_not(applied)
+        # An applied step writes only if it ends skips in a row.
+        if applied and not self.consecutive_skips:
+            return
+        self._add(applied, bad)
         # The line after an epoch of `fit` says more than a warning here.
-        in_fit = context_values.block.get().in_fit
-        if not _ON_TENSORFLOW:
-            count = self._count if in_fit else self._count_and_warn
-            standstill.call_if(is_bad, count, self.applies.value, bad)
-            return
-        one = ops.reshape(is_bad, (1,))
-        flags = ops.cast(ops.concatenate([one, one, bad]), "int32")
+        if not context_values.block.get().in_fit:
+            standstill.warn_of_eighth(
+                self._name, self._paths, self.consecutive_skips, bad
+            )
+
+    def _after(self, applied: Any, bad: Any) -> Any:
+        """Returns the counts after a step of a graph (TensorFlow)."""
+        is_bad = ops.reshape(ops.logical_not(applied), (1,))
+        flags = ops.cast(ops.concatenate([is_bad, is_bad, bad]), "int32")
         # The second number counts skips in a row. An applied step ends them.
         in_a_row = np.arange(len(self._paths) + 2) == 1
         ended = ops.logical_and(in_a_row, ops.logical_not(is_bad))
-        counts = ops.where(ended, 0, ops.add(self._counts, flags))
-        self._counts.assign(counts)
-        if not in_fit:
-            self._watch.warn_of_eighth(counts[1], bad)
+        return ops.where(ended, 0, ops.add(self._counts, flags))
 
-    def _count(self, applied: Any, bad: Any) -> None:
-        self._counts[1] *= self._applied == int(applied)
-        self._counts += np.concatenate([[True, True], bad])
-        self._applied = int(applied)
-
-    def _count_and_warn(self, applied: Any, bad: Any) -> None:
-        self._count(applied, bad)
-        if self._counts[1] >= standstill.AFTER:
-            self._watch.warn(bad)
+    def _add(self, applied: Any, bad: Any) -> None:
+        counts = np.array(compilation.host_value(self._counts))
+        counts[1] *= not applied
+        counts += np.concatenate([[not applied] * 2, np.asarray(bad)])
+        if _ON_TENSORFLOW:
+            self._counts.assign(counts)
+        else:
+            self._counts = counts
 
     def _host_counts(self) -> np.ndarray:
-        compilation.wait_for_callbacks()
+        while self._reported:
+            self._add(*self._reported.pop(0))
         return compilation.host_value(self._counts)
+
+
+def _ask_nobody(tell: Callable[[Any], None], values: Any) -> None:
+    """Drops what a compiled step knows, as it is not asked."""
+
+
+# Hands a function the values of tensors of a step that JAX compiles.
+_ask: Callable[[Callable[[Any], None], Any], None] = _ask_nobody
+
+
+def ask(by: Callable[[Callable[[Any], None], Any], None]) -> None:
+    """Sets what asks compiled steps under JAX whether they were skipped.
+
+    Args:
+        by: Gets a function and tensors of the step. It calls the function with
+            their values after the step.
+    """
+    global _ask
+    _ask = by
 
 
 # Objects that count the skipped steps of an optimizer.

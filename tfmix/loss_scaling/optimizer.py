@@ -146,8 +146,6 @@ class LossScaleOptimizer(
         self._losses: unscale.Losses | None = None
         # Whether `apply_gradients` gets unscaled gradients, as in tf.keras.
         self._gets_unscaled = False
-        # It warns if a user's own loop stands still.
-        self._watch: standstill.Watch | None = None
         self._create_state(rule)
 
     @property
@@ -668,8 +666,15 @@ class LossScaleOptimizer(
                     unscale.without_values(grads, variables), unscaled
                 )
                 after = state.after(rule, applied, bad, norm, is_data)
-                self._warn_if_still(state, after)
                 self._assign(state, after)
+        # The line after an epoch of `fit` says more.
+        if applied is False and not context_values.block.get().in_fit:
+            standstill.warn_of_eighth(
+                self.inner_optimizer.name,
+                optimizers.paths(own),
+                int(after.consecutive_skips),
+                bad,
+            )
         # The flag is read from the counter. For a separate boolean, XLA would
         # count in another kernel.
         step_outcome.report(self.last_step_applied())
@@ -685,22 +690,6 @@ class LossScaleOptimizer(
         return power.blames_data(
             grads, ops.logical_and if unscaled else ops.logical_or
         )
-
-    def _warn_if_still(
-        self, before: rules.StepState, after: rules.StepState
-    ) -> None:
-        """Warns of the eighth skipped step in a row of a user's own loop."""
-        skips = after.consecutive_skips
-        if rules.is_number(skips) and skips != standstill.AFTER:
-            return
-        if context_values.block.get().in_fit:
-            # The line after the epoch says more.
-            return
-        if self._watch is None:
-            paths = optimizers.paths(self._model_variables)
-            self._watch = standstill.Watch(self.inner_optimizer.name, paths)
-        bad = ops.not_equal(before.overflow_counts, after.overflow_counts)
-        self._watch.warn_of_eighth(skips, bad)
 
     def _create_state(self, rule: rules.LossScale) -> None:
         """Creates the variables of the rule's state."""

@@ -1,23 +1,16 @@
 """Warns, or raises an error, if a run skips step after step.
 
-In `fit` the line after the epoch warns; your own loop has no epochs.
+In `fit` the line after the epoch warns. Your own loop has no epochs: its eager
+steps warn, and for compiled ones there is `check_health`.
 """
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import keras
-from keras import ops
+import numpy as np
 
 from tfmix import _messages
-from tfmix._keras import compilation
 from tfmix.loss_scaling import errors, rules
-
-if keras.backend.backend() == "tensorflow":
-    import tensorflow as tf
-else:
-    import jax
 
 # A scale that falls from its first value to its best one skips fewer steps.
 AFTER = 8
@@ -25,44 +18,25 @@ AFTER = 8
 _MOST_NAMED = 5
 
 
-class Watch:
-    """Warns once if a loop of one optimizer stands still.
+def warn_of_eighth(
+    name: str, paths: Sequence[str], in_a_row: Any, bad: Any
+) -> None:
+    """Warns that an eager loop stands still, at the eighth skip in a row.
+
+    A compiled step cannot warn without a call to its host: it could not be
+    saved, exported or cached.
 
     Args:
         name: String, the optimizer's name.
         paths: The paths of its variables.
+        in_a_row: Integer, the skipped steps since the last applied one.
+        bad: Boolean vector, the variables whose gradient was not finite.
     """
-
-    def __init__(self, name: str, paths: Sequence[str]) -> None:
-        self._name, self._paths = name, list(paths)
-        self._said = False
-
-    def warn_of_eighth(self, in_a_row: Any, bad: Any) -> None:
-        """Warns on the host if this many skipped steps in a row are eight.
-
-        Args:
-            in_a_row: Integer, or integer scalar tensor.
-            bad: Boolean vector, the variables whose gradient was not finite.
-        """
-        call_if(ops.equal(in_a_row, AFTER), self.warn, bad)
-
-    def warn(self, bad: Any) -> None:
-        """Warns that the loop stands still, unless it has warned before.
-
-        Args:
-            bad: Booleans, the variables whose gradient was not finite.
-        """
-        if self._said:
-            return
-        self._said = True
-        pairs = zip(self._paths, bad, strict=True)
-        lost = [path for path, is_bad in pairs if is_bad]
-        _messages.warn(
-            "%s of %r: %s",
-            idle(AFTER),
-            self._name,
-            _cause(lost, len(self._paths)),
-        )
+    if in_a_row != AFTER:
+        return
+    pairs = zip(paths, np.asarray(bad), strict=True)
+    lost = [path for path, is_bad in pairs if is_bad]
+    _messages.warn("%s of %r: %s", idle(AFTER), name, _cause(lost, len(paths)))
 
 
 def idle(skips: int) -> str:
@@ -86,44 +60,6 @@ def _cause(lost: Sequence[str], count: int) -> str:
         f'output that of {last!r}. Give its layer `dtype="float32"`, or '
         f"lower the learning rate; {ask}."
     )
-
-
-def call_if(condition: Any, function: Callable, *values: Any) -> None:
-    """Calls a function on the host, if a condition holds on the device.
-
-    If it does not hold, nothing waits and nothing is copied. XLA makes no calls
-    to the host under TensorFlow, so code that it compiles never warns. A step
-    that is compiled for another machine has no host to call.
-
-    Args:
-        condition: Bool or boolean scalar tensor.
-        function: Takes the values as NumPy arrays.
-        *values: Tensors for the function.
-    """
-    if not compilation.has_host():
-        return
-    if keras.backend.backend() == "jax":
-        _call_if(condition, function, *values)
-    elif tf.executing_eagerly():
-        if condition:
-            function(*(value.numpy() for value in values))
-    elif not compilation.by_xla():
-
-        def call() -> Any:
-            tf.numpy_function(function, list(values), [])
-            return tf.constant(True)
-
-        tf.cond(condition, call, lambda: tf.constant(False))
-
-
-if keras.backend.backend() == "jax":
-
-    @functools.partial(jax.jit, static_argnums=1)
-    def _call_if(condition: Any, function: Callable, *values: Any) -> None:
-        def call() -> None:
-            jax.debug.callback(function, *values)
-
-        jax.lax.cond(condition, call, lambda: None)
 
 
 def check(optimizer: Any, limit: int) -> None:

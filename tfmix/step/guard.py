@@ -16,6 +16,7 @@ from tfmix._keras import (
     layer_methods,
     layers,
     optimizers,
+    saved_models,
     training,
 )
 from tfmix._keras import variables as keras_variables
@@ -133,13 +134,15 @@ class _Guard:
         self.asked_for = asked_for
         on_tensorflow = keras.backend.backend() == "tensorflow"
         self._counter = step_outcome.Counter() if on_tensorflow else None
-        self.wrappers: Mapping[str, layer_methods.Wrapper] = {
+        self.wrappers: dict[str, layer_methods.Wrapper] = {
             "train_step": self._on_tensorflow
             if on_tensorflow
             else self._on_jax,
             "get_metrics_result": self._metrics_result,
             "get_compile_config": self._compile_config,
         }
+        if on_tensorflow:
+            self.wrappers |= {saved_models.CHILDREN: self._children}
 
     def _on_tensorflow(self, original: Callable, data: Any) -> Any:
         before = {
@@ -318,6 +321,15 @@ class _Guard:
     def _reported(self) -> list[keras.Variable]:
         metrics = training.metrics(self._model)
         return [v for metric in metrics for v in metric.variables]
+
+    def _children(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Lists what a function that calls `train_step` is saved with."""
+
+        def used() -> list:
+            counts = self._counter.variables if self._counter else []
+            return [*self._watched(), *counts]
+
+        return saved_models.children(original, used, *args, **kwargs)
 
     def _compile_config(self, original: Callable) -> Any:
         """Notes in a saved model that it was guarded."""

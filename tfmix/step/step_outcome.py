@@ -126,6 +126,11 @@ class Counter:
     def __init__(self) -> None:
         self._counts: Any = None
 
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """The variable with the counts, once it exists."""
+        return [] if self._counts is None else [self._counts]
+
     def read(self) -> Any:
         """Returns the counts, int32 of shape `(2,)`; creates the variable."""
         if self._counts is None:
