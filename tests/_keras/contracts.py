@@ -38,9 +38,9 @@ TENSORFLOW_ONLY = set(
     _maybe_symbolic_build _all_reduce_sum_gradients _distribution_strategy
     _export_to_saved_model_graph _get_control_flow_context
     _restore_from_tensors _run_functions_eagerly _serialize_to_tensors
-    _trackable_children _unique_id _write_object_proto Function capture could_possibly_record
-    pack_tangents should_record_backprop xla_optimization_barrier
-    xla_variadic_reduce_v2
+    _trackable_children _unique_id _write_object_proto Function capture
+    could_possibly_record pack_tangents should_record_backprop
+    xla_optimization_barrier xla_variadic_reduce_v2
     """.split()
 )
 SINCE = {

@@ -131,7 +131,10 @@ def _jit(original: Callable) -> Callable:
         if not functions:
             # This is the decorator form, `@jax.jit(**settings)`.
             return functools.partial(jit, **settings)
-        return Jitted(original, *functions, **settings)
+        jitted = original(*functions, **settings)
+        if "out_shardings" in settings:
+            settings["out_shardings"] = settings["out_shardings"], None
+        return Jitted(jitted, original(_with_answers(*functions), **settings))
 
     return jit
 
@@ -175,12 +178,9 @@ def _with_answers(function: Callable) -> Callable:
 class Jitted:
     """A jitted function that reports its calls, and what it is asked."""
 
-    def __init__(self, jit: Callable, function: Any, **settings: Any) -> None:
-        self._jitted = jit(function, **settings)
-        functools.update_wrapper(self, self._jitted, updated=())
-        if "out_shardings" in settings:
-            settings["out_shardings"] = settings["out_shardings"], None
-        self._asked = jit(_with_answers(function), **settings)
+    def __init__(self, jitted: Any, asked: Any) -> None:
+        functools.update_wrapper(self, jitted, updated=())
+        self._jitted, self._asked = jitted, asked
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _called(self, self._call, args, kwargs)
