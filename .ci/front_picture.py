@@ -36,9 +36,9 @@ def counted(folder: pathlib.Path) -> list[tuple[str, dict[str, int], int]]:
     return [
         ("faults survived", survived, len(faults)),
         (
-            "scripts that train\nwith one line on top",
+            "whole scripts that train\nwith one line on top",
             trained,
-            wild[0]["scripts"],
+            wild[0]["whole scripts"],
         ),
         ("kernels added to a step\nof 200 variables, H200", added, 0),
     ]
