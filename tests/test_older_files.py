@@ -1,4 +1,4 @@
-"""Files of older versions are read bit for bit, or refused with an error."""
+"""Files of older versions are read bit for bit, or with a warning."""
 
 import shutil
 
@@ -50,7 +50,7 @@ def test_a_model_is_loaded_and_trains(folder):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("folder", CASES)
-def test_weights_are_loaded_whole_or_refused(folder, tmp_path):
+def test_state_is_loaded_whole_or_not_at_all(folder, tmp_path, said):
     model = write.made(folder.name)
     model.load_weights(folder / "model.weights.h5")
     assert_state_is_that_of(folder, model)
@@ -58,9 +58,9 @@ def test_weights_are_loaded_whole_or_refused(folder, tmp_path):
     with h5py.File(broken, "r+") as file:
         del file["optimizer/vars/inner_1"]
     model = write.made(folder.name)
-    with pytest.raises(ValueError, match=r"does not fit.*inner_1"):
-        model.load_weights(broken)
-    # Keras may read other variables, but tfmix's counters do not change.
+    # Keras, too, only warns of a state that does not fit.
+    model.load_weights(broken)
+    assert "was not restored" in said[-1]
     assert model.optimizer.skipped_steps == 0
 
 

@@ -27,6 +27,7 @@ KERAS = tuple(int(part) for part in keras.__version__.split(".")[:2])
 COMMON = "keras.src.backend.common"
 OPS = "keras.src.ops"
 FUNCTION = "tensorflow.python.eager.polymorphic_function.polymorphic_function"
+TRACKABLE = "tensorflow.__internal__.tracking.AutoTrackable"
 XLA = "tensorflow.compiler.tf2xla.ops.gen_xla_ops"
 
 tensorflow_only = helpers.requires_backend("tensorflow")
@@ -35,11 +36,12 @@ jax_only = helpers.requires_backend("jax")
 # These names belong to one backend, or to some versions of Keras.
 TENSORFLOW_ONLY = set(
     """
-    _maybe_symbolic_build _all_reduce_sum_gradients _distribution_strategy
-    _export_to_saved_model_graph _get_control_flow_context
-    _restore_from_tensors _run_functions_eagerly _serialize_to_tensors
-    _trackable_children _unique_id _write_object_proto Function capture
-    could_possibly_record pack_tangents should_record_backprop
+    _maybe_symbolic_build _all_reduce_sum_gradients _deferred_dependencies
+    _distribution_strategy _export_to_saved_model_graph
+    _get_control_flow_context _lookup_dependency _restore_from_tensors
+    _run_functions_eagerly _serialize_to_tensors _trackable_children
+    _unconditional_dependency_names _unique_id _write_object_proto Function
+    capture could_possibly_record pack_tangents should_record_backprop
     xla_optimization_barrier xla_variadic_reduce_v2
     """.split()
 )
@@ -179,6 +181,7 @@ FUNCTIONS = {
         "backward_function",
     },
     "tensorflow.python.eager.forwardprop_util": {"pack_tangents": "tensors"},
+    TRACKABLE: {"_lookup_dependency": "self name cached_dependencies"},
 }
 
 # Maps owners to attributes and their types.
@@ -198,6 +201,10 @@ CONSTANTS = {
     "tensorflow.python.eager.record": {"VariableWatcher": type},
     FUNCTION: {"Function": type},
     f"{FUNCTION}.Function": {"_run_functions_eagerly": property},
+    TRACKABLE: {
+        "_deferred_dependencies": property,
+        "_unconditional_dependency_names": property,
+    },
 }
 
 
@@ -362,7 +369,7 @@ ATTRIBUTES = [
         optimizer,
         {
             dict: "_trainable_variables_indices",
-            keras.Variable: "_iterations",
+            keras.Variable: "_iterations _learning_rate",
             list: "_trainable_variables _variables",
             object: "_distribution_strategy _tracker",
         },

@@ -58,7 +58,7 @@ def test_own_variables_come_back_bit_for_bit(bad_steps):
 
 
 @pytest.mark.costly
-def test_all_state_is_set_or_none():
+def test_all_state_is_set_or_none(said):
     source, store = trained(), {}
     target, weights = fresh(source), helpers.snapshot(source.variables)
     target.set_weights(weights)
@@ -69,8 +69,8 @@ def test_all_state_is_set_or_none():
     with pytest.raises(ValueError, match=r"of shape \(7, 7\)"):
         target.set_weights([*zeros[:-1], np.zeros((7, 7), "float32")])
     trained(Wrapped(keras.optimizers.SGD(0.1))).save_own_variables(store)
-    with pytest.raises(ValueError, match="does not fit this optimizer"):
-        target.load_own_variables(store)
+    target.load_own_variables(store)
+    assert "it has 6 variables, and the file" in said[-1]
     assert_equal_state(target, source)
     with pytest.raises(ValueError, match="needs a built optimizer"):
         Wrapped("adam").set_weights([])
@@ -120,7 +120,7 @@ def test_weights_can_be_loaded_where_there_is_no_state_to_restore(
 def test_a_state_that_lacks_a_newer_counter_still_loads():
     source, store = trained(), {}
     source.save_own_variables(store)
-    del store["own_overflow_counts"]
+    del store["overflow_counts"]
     target = fresh(source)
     target.load_own_variables(store)
     assert target.skipped_steps == 2

@@ -31,11 +31,10 @@ def stop_watching() -> None:
     _replacements.set({})
 
 
-def adopt_optimizer(model: keras.Model, optimizer: Any) -> None:
-    """Makes an optimizer the compiled model's, also in saved files."""
-    # Keras would save the optimizer that `compile` got, without its state.
+def adopt_optimizer(model: keras.Model, optimizer: Any, saved: Any) -> None:
+    """Sets the optimizer of a compiled model, and the one its files name."""
     model.optimizer = optimizer
-    save_argument(model, "optimizer", optimizer)
+    save_argument(model, "optimizer", saved)
 
 
 def save_argument(model: keras.Model, name: str, value: Any) -> None:

@@ -90,6 +90,11 @@ def own_variables(optimizer: Optimizer) -> list[keras.Variable]:
     return list(optimizer._variables)
 
 
+def unused(wrapper: Optimizer) -> tuple[keras.Variable, keras.Variable]:
+    """Returns a wrapper's own count and rate, which Keras's class creates."""
+    return wrapper._iterations, wrapper._learning_rate
+
+
 def remember(optimizer: Optimizer, variables: list[keras.Variable]) -> None:
     """Gives a wrapper the model's variables, without tracking them."""
     vars(optimizer)["_trainable_variables"] = variables
@@ -136,6 +141,30 @@ def without_reduction(
 def strategy_of(optimizer: Optimizer) -> Any:
     """Returns the `tf.distribute.Strategy` it was made under, or `None`."""
     return getattr(optimizer, "_distribution_strategy", None)
+
+
+class Saveable(
+    next(  # type: ignore[misc]
+        kind
+        for kind in keras.optimizers.Optimizer.__mro__
+        if kind.__name__ == "KerasSaveable"
+    )
+):
+    """A part of an optimizer that Keras's files hold beside its variables."""
+
+    def _obj_type(self) -> str:
+        return "Optimizer"
+
+
+def expect_no_state(optimizer: Optimizer) -> None:
+    """Keeps Keras silent if the file has no place for an optimizer's state."""
+
+    def load(store: Any) -> None:
+        del vars(optimizer)["load_own_variables"]
+        if store.keys():
+            optimizer.load_own_variables(store)
+
+    vars(optimizer)["load_own_variables"] = load
 
 
 class OverwritesThroughInner:

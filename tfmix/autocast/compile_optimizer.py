@@ -59,6 +59,25 @@ def choose(
     return _automatic(scaling.LossScaleOptimizer(optimizer, loss_scale=rule))
 
 
+def saved(
+    optimizer: keras.optimizers.Optimizer, model: keras.Layer
+) -> keras.optimizers.Optimizer:
+    """Returns the optimizer that a model's files name.
+
+    It is the user's own, which `choose` wraps again when the file is loaded,
+    and which a process without tfmix knows.
+    """
+    float16 = layer_dtypes.computes_in(model, "float16")
+    chosen = rules.DynamicLossScale if float16 else rules.NoLossScale
+    inner = optimizer
+    while getattr(inner, "is_automatic", False):
+        if not isinstance(getattr(inner, "rule", None), chosen | None):
+            # A factor of the user's or a level decided.
+            return optimizer
+        inner = inner.inner_optimizer
+    return inner
+
+
 def refuse_two_scales(given: Any) -> None:
     """Raises an error if a loss scale is inside another."""
     if not isinstance(given, keras.optimizers.Optimizer):

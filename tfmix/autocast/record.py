@@ -385,7 +385,8 @@ def _compile(
         with interceptor.block(()):
             optimizer = compile_optimizer.choose(optimizer, model, level)
         if optimizer is not model.optimizer:
-            compile_method.adopt_optimizer(model, optimizer)
+            saved = compile_optimizer.saved(optimizer, model)
+            compile_method.adopt_optimizer(model, optimizer, saved)
     if record is not None:
         record.wrap_what_swaps()
     is_ours = isinstance(optimizer, scaling.LossScaleOptimizer)

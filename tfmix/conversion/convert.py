@@ -481,7 +481,8 @@ def _save_settings(
 
 def _adopt(model: keras.Model, optimizer: Any) -> None:
     if optimizer is not None:
-        compile_method.adopt_optimizer(model, optimizer)
+        saved = compile_optimizer.saved(optimizer, model)
+        compile_method.adopt_optimizer(model, optimizer, saved)
     for part in optimizers.chain(optimizer):
         if isinstance(part, scaling.LossScaleOptimizer):
             part.decide_anew()

@@ -200,7 +200,7 @@ def _compile_copy(
     elif optimizer is not None:
         level = accepted and policies.with_rules(accepted).level
         wrapped = compile_optimizer.choose(optimizer, twin, level)
-        compile_method.adopt_optimizer(twin, wrapped)
+        compile_method.adopt_optimizer(twin, wrapped, wrapped)
     return twin
 
 

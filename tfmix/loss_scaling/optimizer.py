@@ -11,7 +11,12 @@ import numpy as np
 from keras import ops, tree
 
 from tfmix import _arguments
-from tfmix._keras import compilation, context_values, optimizers
+from tfmix._keras import (
+    checkpoints,
+    compilation,
+    context_values,
+    optimizers,
+)
 from tfmix._keras import variables as keras_variables
 from tfmix.gradient_scaling import model_call, power
 from tfmix.loss_scaling import inner_attributes, rules, saving, standstill
@@ -25,7 +30,9 @@ _KERAS_NAMES = {"scale": "dynamic_scale", "good_steps": "step_counter"}
 
 @keras.saving.register_keras_serializable(package="tfmix")
 class LossScaleOptimizer(
-    inner_attributes.DelegatesToInner, keras.optimizers.LossScaleOptimizer
+    checkpoints.StoredAsInner,
+    inner_attributes.DelegatesToInner,
+    keras.optimizers.LossScaleOptimizer,
 ):
     """Wraps any Keras optimizer with loss scaling that survives every fault.
 
@@ -147,6 +154,8 @@ class LossScaleOptimizer(
         # Whether `apply_gradients` gets unscaled gradients, as in tf.keras.
         self._gets_unscaled = False
         self._create_state(rule)
+        # Keras saves it beside the state.
+        self._loss_scale_state = saving.OwnState(self._saved_variables)
 
     @property
     def loss_scale(self) -> Any:
@@ -554,11 +563,16 @@ class LossScaleOptimizer(
         self.built = True
 
     def save_own_variables(self, store: Any) -> None:
-        """Writes the whole state, including the inner optimizer's."""
-        saving.write(store, self._saved_variables(), self._saved_inner())
+        """Writes what a run without loss scaling has in this place.
+
+        In its files Keras writes the rest of the state beside it.
+        """
+        saving.write(store, self)
+        if isinstance(store, dict):
+            self._loss_scale_state.save_own_variables(store)
 
     def load_own_variables(self, store: Any) -> None:
-        """Reads the whole state, including one that Keras's class has written.
+        """Reads the state of a run with loss scaling or without.
 
         It warns, like Keras, if the optimizer is not built, or if the file has
         no state or that of other variables, because weights can be loaded into
@@ -566,13 +580,8 @@ class LossScaleOptimizer(
 
         Args:
             store: Maps positions, as strings, to arrays, as Keras opens a file.
-
-        Raises:
-            ValueError: If it does not fit. Nothing is changed then.
         """
-        trained = len(self._model_variables) if self.built else None
-        own, inner = self._saved_variables(), self._saved_inner()
-        saving.read(store, self.name, own, inner, trained)
+        saving.read(store, self, self._loss_scale_state)
 
     def get_config(self) -> dict:
         """Returns the constructor's arguments, in Keras's form if they fit."""
@@ -724,15 +733,12 @@ class LossScaleOptimizer(
 
     def _saved_variables(self) -> list[keras.Variable]:
         # A file holds the same state with the norm and without.
-        own = optimizers.own_variables(self)
+        unused = self._gradient_norm, *optimizers.unused(self)
         return [
-            variable for variable in own if variable is not self._gradient_norm
+            variable
+            for variable in optimizers.own_variables(self)
+            if not any(variable is each for each in unused)
         ]
-
-    def _saved_inner(self) -> list[keras.Variable]:
-        # Before the build the inner optimizer has only settings, which its
-        # config also holds.
-        return self.inner_optimizer.variables if self.built else []
 
     def _scale_variables(self) -> list[keras.Variable]:
         return [vars(self)[_attribute(n)] for n in self._state_type._fields]

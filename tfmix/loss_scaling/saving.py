@@ -1,84 +1,112 @@
-"""Writes and reads a loss-scale optimizer's state and config."""
+"""Writes and reads a loss-scale optimizer's state and config.
 
-import re
-from collections.abc import Mapping, Sequence
+A file holds the state where a run without loss scaling has it: in the
+optimizer's place what the inner optimizer saves, and beside it what only
+scaling needs. So either run goes on from the other's file.
+"""
+
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
 import numpy as np
 
 from tfmix import _messages
+from tfmix._keras import optimizers
 from tfmix._keras import variables as keras_variables
 from tfmix.loss_scaling import rules
 from tfmix.step import replicas
 
-# A saved state names own variables, and numbers the inner optimizer's.
-_OWN, _INNER = "own_", "inner_"
-# Keras's class stores its variables by position: these four, then the inner
-# optimizer's.
+# Keras's scaler saves these before the inner optimizer's variables. It does
+# not use the first two, and has no others until it is built.
 _KERAS_OWN = ("iteration", "learning_rate", "step_counter", "dynamic_scale")
-# This own variable holds a number for each of the model's variables.
-_COUNTS = _OWN + "overflow_counts"
+# Files of 0.1.0 name the own variables, and number the inner optimizer's.
+_OWN, _INNER = "own_", "inner_"
+_COUNTS = "overflow_counts"
 
 
-def write(
-    store: Any, own: Sequence[keras.Variable], inner: Sequence[keras.Variable]
-) -> None:
-    """Writes the optimizer's own variables, and the inner optimizer's."""
-    for variable in own:
-        store[_OWN + variable.name] = np.asarray(variable.numpy())
-    for position, variable in enumerate(inner):
-        store[f"{_INNER}{position}"] = np.asarray(variable.numpy())
+class OwnState(optimizers.Saveable):
+    """The part of the state that a run without loss scaling lacks."""
+
+    def __init__(self, variables: Callable[[], list[keras.Variable]]) -> None:
+        self._variables = variables
+
+    def save_own_variables(self, store: Any) -> None:
+        """Writes every variable under its name."""
+        for variable in self._variables():
+            store[variable.name] = np.asarray(variable.numpy())
+
+    def load_own_variables(self, store: Any) -> None:
+        """Reads every variable that the file has, if it is of this model."""
+        self.assign({name: np.asarray(store[name]) for name in store.keys()})
+
+    def assign(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Sets variables by name; what an older file lacks keeps its value."""
+        own = {variable.name: variable for variable in self._variables()}
+        counts = own.get(_COUNTS)
+        if _COUNTS in arrays:
+            trained = () if counts is None else tuple(counts.shape)
+            if arrays[_COUNTS].shape != trained:
+                # `read` has said that the state is that of other variables.
+                return
+        names = [name for name in arrays if name in own]
+        keras_variables.assign_all(
+            [own[name] for name in names], [arrays[name] for name in names]
+        )
+
+
+def write(store: Any, optimizer: keras.optimizers.Optimizer) -> None:
+    """Writes what a float32 run has in a loss-scale optimizer's place."""
+    *_, bare = optimizers.chain(optimizer)
+    for position, variable in enumerate(bare.variables):
+        store[str(position)] = np.asarray(variable.numpy())
 
 
 def read(
-    store: Any,
-    name: str,
-    own: Sequence[keras.Variable],
-    inner: Sequence[keras.Variable],
-    trained: int | None,
+    store: Any, optimizer: keras.optimizers.Optimizer, own: OwnState
 ) -> None:
-    """Reads the state that `write`, an older version or Keras's class wrote.
+    """Reads the state of a run with tfmix, with Keras's scaler, or with none.
 
-    It warns if there is no state, or that of other variables, like Keras,
-    because weights can be loaded into any model.
+    It warns if the state does not fit, like Keras, because weights can be
+    loaded into any model.
 
     Args:
         store: Maps positions, as strings, to arrays, as Keras opens a file.
-        name: String, the optimizer's name.
-        own: Its own variables.
-        inner: The inner optimizer's variables, if it is built.
-        trained: The number of variables it was built with; `None` if it was
-            not.
-
-    Raises:
-        ValueError: If the state does not fit. Nothing changes then.
+        optimizer: The loss-scale optimizer.
+        own: Its own state, which some files hold in the same place.
     """
-    keys = list(store.keys())
-    saved = len(store[_COUNTS]) if _COUNTS in keys else 0
-    if trained is None:
-        # Neither was built, so there is no optimizer state on either side.
-        fits = bool(keys) and all(key.startswith(_OWN) for key in keys)
+    arrays = {str(key): np.asarray(store[key]) for key in store.keys()}
+    wrapped = [*optimizers.chain(optimizer.inner_optimizer)]
+    for inner in wrapped:
+        named, saved = _parts(arrays, len(inner.variables))
+        shapes = [tuple(variable.shape) for variable in inner.variables]
+        if [array.shape for array in saved] == shapes:
+            keras_variables.assign_all(inner.variables, saved)
+            own.assign(named)
+            if not isinstance(store, dict):
+                # Keras asks them next, and has them say what a file lacks.
+                for one in wrapped:
+                    optimizers.expect_no_state(one)
+            return
+    if not optimizer.built:
         reason = (
             "it is not built yet; to restore its state as well, call "
             "`optimizer.build(model.trainable_variables)` before loading"
         )
-    elif saved not in (0, trained):
-        fits = False
-        reason = (
-            f"it was saved for {saved} trainable variables, and {trained} are "
-            "trainable now; to go on with it, change what is trainable after "
-            "loading"
-        )
-    else:
-        fits = bool(keys) and not _is_unbuilt(store)
+    elif not arrays:
         reason = "the file holds no optimizer state"
-    if fits:
-        _load(store, own, inner)
     else:
-        _messages.warn(
-            "the state of optimizer %r was not restored: %s.", name, reason
+        reason = (
+            f"it has {len(optimizer.inner_optimizer.variables)} variables, and "
+            f"the file {len(saved)}, of another optimizer or of other "
+            "trainable variables; to go on with it, compile with the optimizer "
+            "that was saved, and change what is trainable after loading"
         )
+    _messages.warn(
+        "the state of optimizer %r was not restored: %s.",
+        optimizer.name,
+        reason,
+    )
 
 
 def config(optimizer: Any) -> dict:
@@ -123,42 +151,20 @@ def made_from(kind: type, config: Mapping, custom_objects: Any) -> Any:
     return optimizer
 
 
-def _is_unbuilt(store: Mapping) -> bool:
-    """Returns whether Keras's class was saved before its build."""
-    keys = sorted(map(str, store.keys()))
-    return keys == list("0123") and not any(np.ndim(store[k]) for k in keys)
+def _parts(
+    arrays: Mapping[str, np.ndarray], count: int
+) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
+    """Splits a saved state into own variables and the inner optimizer's.
 
-
-def _load(store: Mapping, own: Sequence, inner: Sequence) -> None:
-    """Reads a state that this class, an older one or Keras's has written."""
-    # A variable that an older version did not have keeps its initial value. So
-    # does an inner optimizer that was saved before it was built.
-    arrays = {str(key): np.asarray(store[key]) for key in store.keys()}
-    if all(re.fullmatch(r"\d+", key) for key in arrays):
-        keys = [_OWN + name for name in _KERAS_OWN]
-        if len(arrays) != len(keys) + len(inner):
-            # The file holds only an inner optimizer, so a run without loss
-            # scaling can continue with it. It is refused below if the count
-            # differs.
-            keys = []
-        keys += [f"{_INNER}{n}" for n in range(len(arrays) - len(keys))]
-        arrays = {key: arrays[str(n)] for n, key in enumerate(keys)}
-    targets = {_OWN + variable.name: variable for variable in own}
-    is_new = all(v.numpy() == 0 for v in inner if v.name == "iteration")
-    if any(key.startswith(_INNER) for key in arrays) or not is_new:
-        targets |= {
-            f"{_INNER}{n}": variable for n, variable in enumerate(inner)
-        }
-    missing = {key for key in targets if key.startswith(_INNER)} - set(arrays)
-    surplus = set(arrays) - set(targets)
-    if missing or surplus:
-        raise ValueError(
-            "The saved optimizer state does not fit this optimizer, whose "
-            f"inner optimizer has {len(inner)} variables. Received: a state "
-            f"without {sorted(missing)} and with {sorted(surplus)} besides. "
-            "Load it into the optimizer it was saved from, built on the same "
-            "variables (`optimizer.build(model.trainable_variables)`)."
-        )
-    keras_variables.assign_all(
-        [targets[key] for key in arrays], [*arrays.values()]
-    )
+    Args:
+        arrays: All arrays by their keys.
+        count: The number of variables that the inner optimizer has.
+    """
+    prefix = "" if "0" in arrays else _INNER
+    keys = (f"{prefix}{position}" for position in range(len(arrays)))
+    numbered = [arrays[key] for key in keys if key in arrays]
+    named = {key.removeprefix(_OWN): array for key, array in arrays.items()}
+    own = len(numbered) - count
+    if own not in (2, 4):
+        return named, numbered
+    return dict(zip(_KERAS_OWN, numbered[:own], strict=False)), numbered[own:]
