@@ -1,9 +1,8 @@
 """Checks arguments, and finds them by name in a call."""
 
 import difflib
-import inspect
 import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -75,30 +74,22 @@ def did_you_mean(
 
 
 def of_call(
-    bound: inspect.BoundArguments, name: str, default: Any = None
+    order: Sequence[str],
+    args: Sequence,
+    kwargs: Mapping,
+    name: str,
+    default: Any = None,
 ) -> Any:
-    """Returns the value of an argument in a call, or its default.
+    """Returns an argument of a call, or its default.
 
-    It also finds arguments that the method collects in `**kwargs`.
+    Args:
+        order: The names of the arguments in the function of Keras's own. What
+            others have put in its place may be a `(*args, **kwargs)`, or name
+            only a few.
+        args: The positional arguments of the call.
+        kwargs: Its keyword arguments.
+        name: The argument's name.
+        default: The value if the call lacks the argument.
     """
-    if name in bound.signature.parameters:
-        declared = bound.signature.parameters[name].default
-        if declared is not inspect.Parameter.empty:
-            default = declared
-        return bound.arguments.get(name, default)
-    return _extra(bound).get(name, default)
-
-
-def put_in_call(bound: inspect.BoundArguments, name: str, value: Any) -> None:
-    """Sets an argument by name, if the method takes one of that name."""
-    declared = name in bound.signature.parameters
-    (bound.arguments if declared else _extra(bound))[name] = value
-
-
-def _extra(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """Returns the `**kwargs` of a call; a new dict if the method has none."""
-    for name, parameter in bound.signature.parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            extra: dict[str, Any] = bound.arguments.setdefault(name, {})
-            return extra
-    return {}
+    given = dict(zip(order, args, strict=False))
+    return {**kwargs, **given}.get(name, default)

@@ -37,6 +37,14 @@ def adopt_optimizer(model: keras.Model, optimizer: Any, saved: Any) -> None:
     save_argument(model, "optimizer", saved)
 
 
+def has_wrapped(model: keras.Model) -> bool:
+    """Returns whether Keras has put its own loss scale around the optimizer."""
+    saved = getattr(model, "_compile_config", None)
+    given = None if saved is None else saved.config.get("optimizer")
+    is_kerass = type(model.optimizer) is keras.optimizers.LossScaleOptimizer
+    return is_kerass and model.optimizer.inner_optimizer is given
+
+
 def save_argument(model: keras.Model, name: str, value: Any) -> None:
     """Replaces an argument of `compile` in the saved configuration."""
     saved = getattr(model, "_compile_config", None)

@@ -25,6 +25,8 @@ class Block:
             divided by its first value, else 1.
         in_fit: Whether `fit`, or another method of a model, runs its step, so
             that a line after the epoch reports skipped steps.
+        fit: The callback that reports the skipped steps of the `fit` around,
+            `None` outside of one.
         in_loop: Whether the code runs in each step of a loop.
         may_fall_back: Whether a user's layer is tried in 16 bit, and falls back
             to float32 if that fails.
@@ -41,6 +43,7 @@ class Block:
     has_borders: bool = True
     placing: Any = 1.0
     in_fit: bool = False
+    fit: Any = None
     in_loop: bool = False
     may_fall_back: bool = False
     is_float32_code: bool = False

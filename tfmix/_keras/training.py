@@ -9,15 +9,31 @@ from typing import Any
 import keras
 from keras.src.trainers import trainer as trainers
 
-from tfmix._keras import layers, version
+from tfmix import _arguments
+from tfmix._keras import layers, replacements, version
 
 # This class gives models `compile` and `fit`.
-TRAINER: type = getattr(trainers, "BaseTrainer", None) or trainers.Trainer
+TRAINER: Any = getattr(trainers, "BaseTrainer", None) or trainers.Trainer
 # Since Keras 3.16, TensorFlow's trainer takes a batch before it traces the
 # step. If tracing fails, that batch is lost.
 _TAKES_FIRST = keras.backend.backend() == "tensorflow" and version.numbers(
     keras.__version__
 ) >= (3, 16)
+
+# The order of arguments of a model's methods. Each backend overrides these of
+# `TRAINER`, but for `compile`, so others have no reason to replace them.
+ORDERS = {
+    name: [*inspect.signature(method).parameters][1:]
+    for name, method in (
+        ("fit", TRAINER.fit),
+        ("evaluate", TRAINER.evaluate),
+        ("predict", TRAINER.predict),
+        ("compile", TRAINER.compile),
+        ("summary", keras.Model.summary),
+    )
+}
+# JAX's step is a function of the state.
+STEP_ON_JAX = "state", "data"
 
 # The first gives variables their first values before a step is made. Only
 # TensorFlow's trainer calls the second before that.
@@ -53,16 +69,45 @@ def model_in_step(callback: keras.callbacks.Callback) -> keras.Model:
     return model
 
 
-def callbacks(method: Callable, args: tuple, kwargs: dict) -> list:
-    """Returns the callbacks among the arguments of `fit` or the like."""
-    try:
-        bound = inspect.signature(method).bind(*args, **kwargs)
-    except TypeError:
-        # Python's own error message is better than ours.
-        return []
-    given = {**bound.arguments, **kwargs}.get("callbacks")
-    nest = getattr(given, "callbacks", given)
-    return keras.tree.flatten(nest or [])
+def callbacks(method: str, args: tuple, kwargs: dict) -> list:
+    """Returns the callbacks that a call of `fit` or the like has."""
+    given = _arguments.of_call(ORDERS[method], args, kwargs, "callbacks")
+    return keras.tree.flatten(getattr(given, "callbacks", given) or [])
+
+
+def join_fit(
+    undo: contextlib.ExitStack,
+    model: keras.Model,
+    callback: keras.callbacks.Callback,
+) -> None:
+    """Calls a callback's methods of a run and its epochs, until `undo`.
+
+    It joins the `fit` that has just begun: the callbacks exist, and none was
+    called yet. The arguments of `fit` stay as they came, because a function
+    that others have put in its place may take no callbacks.
+    """
+    # Keras adds this callback to all others.
+    history = getattr(model, "history", None)
+    if not isinstance(history, keras.callbacks.History):
+        return
+    callback.set_params(history.params)
+    callback.set_model(model)
+    for name in (
+        "on_train_begin",
+        "on_epoch_begin",
+        "on_epoch_end",
+        "on_train_end",
+    ):
+        both = getattr(callback, name), getattr(history, name)
+        replacements.swap(undo, history, name, _in_turn(*both))
+
+
+def _in_turn(*functions: Callable) -> Callable:
+    def call(*args: Any, **kwargs: Any) -> None:
+        for function in functions:
+            function(*args, **kwargs)
+
+    return call
 
 
 def for_two_calls(model: keras.Model, arguments: tuple) -> tuple:

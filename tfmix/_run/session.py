@@ -69,7 +69,7 @@ class _Watch(skip_report.SkipWatch):
         super().on_skips(epoch, applied, skipped, loss)
         if not self._is_known:
             self._is_known = True
-            self._session.cause = self.cause(skipped, loss).text
+            self._session.cause = self.cause(loss).text
 
 
 class _Session:

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from tfmix import _messages
+from tfmix import _arguments, _messages
 from tfmix._keras import (
     compilation,
     context_values,
@@ -31,6 +31,8 @@ PLACES = (
     optimizers.APPLY,
     (sixteen_bit_optimizer.SixteenBitOptimizer, "apply"),
 )
+# The arguments of these methods.
+_ORDER = "grads", "trainable_variables"
 _ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 
 
@@ -45,6 +47,8 @@ class Skips:
     rule = rules.NoLossScale()
     loss_scale = 1.0
     gradient_norm = math.nan
+    # It is not known why a step was skipped.
+    data_skips = None
 
     def __init__(self, optimizer: Any, variables: Sequence) -> None:
         self.applies = optimizers.applies(optimizer)
@@ -153,20 +157,20 @@ def applying(original: Callable) -> Callable:
     """Returns the replacement of an `apply` of `PLACES`."""
 
     @functools.wraps(original)
-    def apply(
-        self: Any, grads: Sequence, trainable_variables: Any = None
-    ) -> Any:
+    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        of_call = functools.partial(_arguments.of_call, _ORDER, args, kwargs)
+        grads, variables = of_call("grads", ()), of_call("trainable_variables")
         is_mine = not (
             apply_if_finite.is_chosen()
             or self.loss_scale_factor
             or self in _left_alone
         )
         # Keras refuses gradients without variables before the build.
-        is_early = trainable_variables is None and not self.built
+        is_early = variables is None and not self.built
         if is_early or not (len(grads) and is_mine):
-            return original(self, grads, trainable_variables)
-        _tell_of_lost_updates(self, trainable_variables)
-        _apply(self, original, list(grads), trainable_variables)
+            return original(self, *args, **kwargs)
+        _tell_of_lost_updates(self, variables)
+        _apply(self, original, list(grads), variables)
         return None
 
     return apply

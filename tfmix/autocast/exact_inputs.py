@@ -139,21 +139,21 @@ def _wrap(layer: keras.Layer, **wrappers: layer_methods.Wrapper) -> None:
 def _look_up(
     layer: keras.layers.Embedding,
     original: Callable,
-    inputs: Any,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    exact = keras.tree.map_structure(tensors.uncast, inputs)
-    _warn_of_rounded_ids(layer, exact)
-    return original(exact, *args, **kwargs)
+    args, kwargs = tensors.map_leaves((args, kwargs), tensors.uncast)
+    ids, *_ = filter(_has_dtype, keras.tree.flatten((args, kwargs)))
+    _warn_of_rounded_ids(layer, ids)
+    return original(*args, **kwargs)
 
 
-def _look_up_behind_casts(
-    original: Callable, inputs: Any, *args: Any, **kwargs: Any
-) -> Any:
-    exact = keras.tree.map_structure(tensors.uncast, inputs)
-    exact = keras.tree.map_structure(_behind_cast, exact)
-    return original(exact, *args, **kwargs)
+def _look_up_behind_casts(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    def exact(x: Any) -> Any:
+        return _behind_cast(tensors.uncast(x))
+
+    args, kwargs = tensors.map_leaves((args, kwargs), exact)
+    return original(*args, **kwargs)
 
 
 def _mask_exactly(
@@ -183,6 +183,10 @@ def _read_as_stored(original: Callable, *args: Any, **kwargs: Any) -> Any:
     # Layers inside it have a dtype of their own.
     with layers.autocast(None):
         return original(*args, **kwargs)
+
+
+def _has_dtype(value: Any) -> bool:
+    return hasattr(value, "dtype")
 
 
 def _warn_of_rounded_ids(layer: keras.layers.Embedding, ids: Any) -> None:

@@ -7,7 +7,6 @@ a model after the scope that created it has ended.
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -40,8 +39,6 @@ from tfmix.policy import policy as policies
 from tfmix.policy.devices import devices
 from tfmix.step import guard
 
-_AUTO = "auto_scale_loss"
-
 
 def _in_silence(
     model: keras.Model, fit: Callable, *args: Any, **kwargs: Any
@@ -49,7 +46,7 @@ def _in_silence(
     return fit(*args, **kwargs)
 
 
-# Calls a model's `fit` and reports afterwards why steps were skipped.
+# Calls a model's `fit` and reports after each epoch why steps were skipped.
 _report_skips: Callable[..., Any] = _in_silence
 
 
@@ -178,7 +175,11 @@ class _MixedModel:
     def wrap_what_swaps(self) -> None:
         """Wraps what runs `SwapEMAWeights`, if the optimizer averages."""
         if self._averages():
-            self._wrap(evaluate=self._swapped, predict=self._swapped)
+            swapped = {
+                name: functools.partial(self._swapped, name)
+                for name in ("evaluate", "predict")
+            }
+            self._wrap(**swapped)
 
     def _wrap(self, **more: layer_methods.Wrapper) -> None:
         """Wraps further methods of the model."""
@@ -189,14 +190,16 @@ class _MixedModel:
     def _fit(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         fit = original
         if self._averages():
-            fit = functools.partial(self._swapped, original)
-            fit = functools.wraps(original)(fit)
+            fit = functools.partial(self._swapped, "fit", original)
         return _report_skips(self._model, fit, *args, **kwargs)
 
     def _make_train_function(
         self, original: Callable, *args: Any, **kwargs: Any
     ) -> Any:
-        return fallback.retrying(self._model, original, *args, **kwargs)
+        made = fallback.retrying(self._model, original, *args, **kwargs)
+        if (watch := context_values.block.get().fit) is not None:
+            watch.join(self._model)
+        return made
 
     def _averages(self) -> bool:
         """Returns whether the optimizer averages the weights it updates."""
@@ -205,32 +208,34 @@ class _MixedModel:
             return False
         return optimizers.keeps_averages(optimizer)
 
-    def _swapped(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    def _swapped(
+        self, method: str, original: Callable, *args: Any, **kwargs: Any
+    ) -> Any:
         """Makes `SwapEMAWeights` swap master weights of 16-bit variables."""
         owner = sixteen_bit_optimizer.owner(self._model.optimizer)
         if owner is None:
             return original(*args, **kwargs)
         swaps = owner.swap_averages, owner.overwrite_averages
         with contextlib.ExitStack() as undo:
-            for callback in training.callbacks(original, args, kwargs):
+            for callback in training.callbacks(method, args, kwargs):
                 if isinstance(callback, keras.callbacks.SwapEMAWeights):
                     optimizers.swap_averages_by(undo, callback, *swaps)
             return original(*args, **kwargs)
 
     def _train_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        placing = self._placing(args)
+        placing = self._placing(args, kwargs)
         with context_values.holding(placing=placing, in_fit=True):
             return self._under_rules(original, *args, **kwargs)
 
-    def _placing(self, args: tuple) -> Any:
+    def _placing(self, args: tuple, kwargs: dict) -> Any:
         optimizer = getattr(self._model, "optimizer", None)
         if not isinstance(optimizer, scaling.LossScaleOptimizer):
             return 1.0
         if keras.backend.backend() == "tensorflow":
             return optimizer.placing()
-        # This is the state of a step under JAX: the optimizer's part is the
-        # third.
-        mapping = zip(optimizer.variables, args[0][2], strict=True)
+        order = training.STEP_ON_JAX
+        _, _, values, _ = _arguments.of_call(order, args, kwargs, "state")
+        mapping = optimizer.checked_mapping(values)
         with keras.StatelessScope(mapping):
             return optimizer.placing()
 
@@ -253,8 +258,8 @@ class _MixedModel:
     def _summary(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Lists below the table which layers fell back to float32."""
         shown = original(*args, **kwargs)
-        given = inspect.signature(original).bind(*args, **kwargs).arguments
-        show = given.get("print_fn") or print
+        order = training.ORDERS["summary"]
+        show = _arguments.of_call(order, args, kwargs, "print_fn") or print
         for note in fallback.reasons(self._model):
             show(f" {note}")
         for layer, why in chosen_layers.reasons(self._model).items():
@@ -359,28 +364,23 @@ def _compile(
         args: Positional arguments of `compile`.
         kwargs: Keyword arguments of `compile`.
     """
-    try:
-        bound = inspect.signature(original).bind(*args, **kwargs)
-    except TypeError:
-        # The error of the user's own method is better than ours.
-        original(*args, **kwargs)
-        return
-    wanted = _arguments.of_call(bound, _AUTO, True)
-    given = _arguments.of_call(bound, "optimizer")
+    of_call = functools.partial(
+        _arguments.of_call, training.ORDERS["compile"], args, kwargs
+    )
+    wanted, given = of_call("auto_scale_loss", True), of_call("optimizer")
     compile_optimizer.refuse_two_scales(given)
-    if _AUTO in bound.signature.parameters:
-        # Keras would decide from the model's own policy, not its layers'.
-        bound.arguments[_AUTO] = False
-    original(*bound.args, **bound.kwargs)
-    compile_method.save_argument(model, _AUTO, wanted)
+    fixed = getattr(given, "loss_scale_factor", None)
+    original(*args, **kwargs)
+    compile_method.save_argument(model, "auto_scale_loss", wanted)
     record = _record(model)
     # The model's own `compile` may have created it, too.
     optimizer = getattr(model, "optimizer", None)
     if wanted and optimizer is not None:
-        plain = type(optimizer) is keras.optimizers.LossScaleOptimizer
-        if plain and optimizer is not given:
-            # Keras has added this wrapper by itself.
+        if compile_method.has_wrapped(model):
+            # Keras decides by the model's own policy, not by its layers'.
             optimizer = optimizer.inner_optimizer
+            if optimizer is given:
+                optimizer.loss_scale_factor = fixed
         level = None if record is None else record.level
         with interceptor.block(()):
             optimizer = compile_optimizer.choose(optimizer, model, level)

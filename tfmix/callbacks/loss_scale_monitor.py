@@ -200,7 +200,7 @@ class LossScaleMonitor(skip_report.SkipWatch):
         super().on_epoch_end(epoch, logs)
 
     def _start(self) -> None:
-        counts = [sum(skip_report.steps(x)) for x in self._optimizers()]
+        counts = [x.steps for x in map(skip_report.counted, self._optimizers())]
         # A critic takes several steps within one step of the model.
         self._step = max(self._step, min(counts))
         start = self._reading()
@@ -218,7 +218,7 @@ class LossScaleMonitor(skip_report.SkipWatch):
                 standstill.check(optimizer, self.max_consecutive_skips)
         except errors.LossScaleError as error:
             where, _, advice = str(error).partition("\n")
-            cause = f"The likeliest cause, as measured: {self._why(reading)}."
+            cause = f"The likeliest cause, as measured: {self.cause().text}."
             text = "\n".join([where, cause, advice])
             raise errors.LossScaleError(text) from None
 
@@ -233,7 +233,7 @@ class LossScaleMonitor(skip_report.SkipWatch):
         # Reading `self.model` updates the variables on JAX, where `fit` does
         # not write them during an epoch.
         optimizers = self._optimizers()
-        applied, skipped = zip(*map(skip_report.steps, optimizers), strict=True)
+        counts = [*map(skip_report.counted, optimizers)]
         norm = None
         if self.gradient_norm:
             norms = [optimizer.gradient_norm for optimizer in optimizers]
@@ -242,8 +242,8 @@ class LossScaleMonitor(skip_report.SkipWatch):
         return Reading(
             self._step,
             min(optimizer.loss_scale for optimizer in optimizers),
-            sum(applied),
-            sum(skipped),
+            sum(count.applied for count in counts),
+            sum(count.skipped for count in counts),
             max(optimizer.consecutive_skips for optimizer in optimizers),
             norm,
         )
@@ -262,11 +262,7 @@ class LossScaleMonitor(skip_report.SkipWatch):
         if waited >= self.alarm_after > waited_before:
             self._has_reported = True
             text = standstill.idle(waited)
-            progress_bar.warn(self, "%s: %s", text, self._why(now))
-
-    def _why(self, now: Reading) -> str:
-        in_epoch = now.step - self._epoch_start
-        return self.cause(min(in_epoch, now.consecutive_skips)).text
+            progress_bar.warn(self, "%s: %s", text, self.cause().text)
 
 
 def _opening(model: keras.Model) -> str:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -16,6 +16,7 @@ from tfmix.policy import layer_dtypes
 
 # So many rows are run if the batch size of `fit` is unknown.
 _ROWS = 32
+_LOOK = "look for rows of the data that are not finite"
 
 
 class Cause(NamedTuple):
@@ -45,47 +46,146 @@ def bad_data(data: Mapping[str, Any]) -> BadData:
     return BadData(rows, text)
 
 
-def of_model(
+class Skips(NamedTuple):
+    """The steps of an epoch.
+
+    Attributes:
+        applied: The number of applied steps.
+        skipped: The number of skipped steps.
+        of_data: Those of which what entered the backward pass was not finite;
+            `None` if that is not known.
+        unexplained: Overflows beyond those of trials of a growing scale.
+        overflows: How often the gradient of each variable was not finite.
+        fall: The loss scale before and after, if it fell, but not to its floor.
+    """
+
+    applied: int = 0
+    skipped: int = 0
+    of_data: int | None = None
+    unexplained: int = 0
+    overflows: Mapping[str, int] = {}
+    fall: tuple[float, float] | None = None
+
+    @property
+    def are_news(self) -> bool:
+        """Whether anything but a growing scale was the cause."""
+        return bool(self.of_data or self.unexplained)
+
+    @property
+    def enter_at_the_end(self) -> bool:
+        """Whether the gradients were bad from the model's end on, each time.
+
+        A lower loss scale would not have helped, either.
+        """
+        *_, last = self.overflows.values() or [0]
+        return self.fall is None and last == self.skipped
+
+
+def total(every: Iterable[Skips]) -> Skips:
+    """Returns the steps of several optimizers together."""
+    every = [skips for skips in every if skips.applied or skips.skipped]
+    of_data = [skips.of_data for skips in every if skips.skipped]
+    return Skips(
+        sum(skips.applied for skips in every),
+        sum(skips.skipped for skips in every),
+        None if None in of_data else sum(x or 0 for x in of_data),
+        sum(skips.unexplained for skips in every),
+        dict(pair for skips in every for pair in skips.overflows.items()),
+        next((skips.fall for skips in every if skips.fall), None),
+    )
+
+
+def of_skips(
+    model: keras.Model,
+    data: Mapping[str, Any],
+    bad: BadData,
+    batch_size: int | None,
+    loss: float,
+    skips: Skips,
+) -> Cause:
+    """Returns the likeliest cause of an epoch's skipped steps.
+
+    Args:
+        model: The model that `fit` trains.
+        data: Its arguments `x`, `y` and `sample_weight`, if they are arrays.
+        bad: The rows of the data that hold NaN or infinity.
+        batch_size: Rows of a batch.
+        loss: The loss in the epoch's logs; NaN if unknown.
+        skips: The steps of the epoch.
+    """
+    is_float16 = layer_dtypes.computes_in(model, "float16")
+    largest = _formats.FLOAT16.max if is_float16 else math.inf
+    entered = skips.skipped if skips.of_data is None else skips.of_data
+    # Gradients do not overflow in bfloat16.
+    in_doubt = skips.of_data is None and is_float16
+    found = [bad.cause] if bad.text and entered else []
+    # Each row is in one step of an epoch.
+    if entered > len(bad.rows):
+        loss, layer = _measured(model, data, bad.rows, batch_size, loss)
+        if layer is not None:
+            found.append(_of_layer(layer, data, largest))
+        elif math.isinf(loss):
+            found.append(_of_infinite_loss(data))
+        elif in_doubt and not skips.enter_at_the_end:
+            found.append(_of_overflow(skips, "" if data else _LOOK))
+        elif not found:
+            found.append(_of_loss(data, largest))
+    if skips.of_data is not None and skips.unexplained:
+        found.append(_of_overflow(skips))
+    if not found:
+        return Cause("unknown", verdicts.CHECK)
+    return Cause(found[-1].kind, ". Also, ".join(x.text for x in found))
+
+
+def _measured(
     model: keras.Model,
     data: Mapping[str, Any],
     bad_rows: Collection[int],
     batch_size: int | None,
     loss: float,
-    overflowed: Mapping[str, int],
-) -> Cause:
-    """Returns the likeliest cause inside the model.
+) -> tuple[float, "_Bad | None"]:
+    """Returns the loss of the largest rows, and a layer that is not finite."""
+    batch = _worst_rows(data, bad_rows, batch_size or _ROWS)
+    if not batch:
+        return loss, None
+    measured, bad = _run(model, batch)
+    return loss if math.isnan(measured) and not bad else measured, bad
 
-    Args:
-        model: The model that `fit` trains.
-        data: Its arguments `x` and `y`, if they are arrays.
-        bad_rows: Rows that hold NaN or infinity, which are left out.
-        batch_size: Rows of a batch.
-        loss: The loss in the epoch's logs; NaN if unknown.
-        overflowed: How often the gradient of each variable was not finite.
-    """
-    is_float16 = layer_dtypes.computes_in(model, "float16")
-    largest = _formats.FLOAT16.max if is_float16 else math.inf
-    bad = None
-    if batch := _worst_rows(data, bad_rows, batch_size or _ROWS):
-        measured, bad = _run(model, batch)
-        loss = loss if math.isnan(measured) and not bad else measured
-    if bad:
-        return _of_layer(bad, data, largest)
-    if math.isinf(loss):
-        reached = _largest(data.get("y"))
+
+def _of_infinite_loss(data: Mapping[str, Any]) -> Cause:
+    return Cause(
+        "loss",
+        f"the loss is infinite, and targets reach {_largest(data.get('y')):.3g}"
+        "; standardise them: y = (y - y.mean()) / y.std()",
+    )
+
+
+def _of_loss(data: Mapping[str, Any], largest: float) -> Cause:
+    """Returns the cause of which only the gradient of the loss is known."""
+    beyond = f" or beyond {largest:g}" if math.isfinite(largest) else ""
+    advice = verdicts.CHECK if data else f"{_LOOK}{beyond}"
+    return Cause("entered", f"the loss was not finite; {advice}")
+
+
+def _of_overflow(skips: Skips, also: str = "") -> Cause:
+    """Returns the cause of gradients that overflowed inside a model."""
+    counts = skips.overflows
+    worst = max(counts, key=counts.__getitem__, default="")
+    also = also and f"; {also}"
+    if skips.fall is not None:
+        high, low = skips.fall
         return Cause(
-            "loss",
-            f"the loss is infinite, and targets reach {reached:.3g}; "
-            "standardise them: y = (y - y.mean()) / y.std()",
+            "scale",
+            f"gradients overflowed, most often that of {worst!r}, while the "
+            f"loss scale settles: it fell from {high:g} to {low:g} so far"
+            f"{also}",
         )
-    unread = "" if data else "look for rows of the data that are not finite; "
-    worst = max(overflowed, key=overflowed.__getitem__, default="")
-    if not worst or not overflowed[worst]:
-        return Cause("unknown", unread + verdicts.CHECK)
+    if not (worst and counts[worst]):
+        return Cause("unknown", f"{verdicts.CHECK}{also}")
     return Cause(
         "gradient",
-        f"{unread}the gradient of {worst!r} overflows most often; keep its "
-        'layer in `dtype="float32"`, clip, or lower the learning rate',
+        f"the gradient of {worst!r} overflows most often; keep its layer in "
+        f'`dtype="float32"`, clip, or lower the learning rate{also}',
     )
 
 

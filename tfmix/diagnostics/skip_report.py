@@ -1,23 +1,64 @@
 """Reports skipped steps."""
 
+import contextlib
 import functools
-import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
-from keras import tree
 
 from tfmix import _arguments
-from tfmix._keras import compilation
+from tfmix._keras import compilation, context_values, training
 from tfmix.autocast import bare_optimizers
 from tfmix.diagnostics import progress_bar, skip_causes
 
-# A smaller share of an epoch's steps may be skipped without a report.
-_FEW = 0.05
 _DATA = ("x", "y", "sample_weight")
 _IDLE = "nothing is learnt; a LossScaleMonitor would stop the run"
+
+
+class Counted(NamedTuple):
+    """What an optimizer has counted until now.
+
+    Attributes:
+        applied: The number of applied steps.
+        skipped: The number of skipped steps.
+        of_data: Those of which the data or the loss was not finite; `None` if
+            the optimizer does not know.
+        overflows: For each variable, by its path, the skipped steps in which
+            its gradient was not finite.
+        scale: The loss scale.
+        good_steps: The steps since the scale has changed.
+    """
+
+    applied: int = 0
+    skipped: int = 0
+    of_data: int | None = None
+    overflows: Mapping[str, int] = {}
+    scale: float = 1.0
+    good_steps: int = 0
+
+    @property
+    def steps(self) -> int:
+        """All steps."""
+        return self.applied + self.skipped
+
+
+def counted(optimizer: bare_optimizers.Skipper) -> Counted:
+    """Reads what an optimizer has counted; waits for the device."""
+    good_steps = getattr(optimizer, "step_counter", 0)
+    return Counted(
+        int(compilation.host_value(optimizer.applies)),
+        optimizer.skipped_steps,
+        optimizer.data_skips,
+        optimizer.overflow_counts,
+        optimizer.loss_scale,
+        int(compilation.host_value(good_steps)),
+    )
+
+
+# The counts of each optimizer of a model.
+Counts: TypeAlias = Mapping[bare_optimizers.Skipper, Counted]
 
 
 class SkipWatch(keras.callbacks.Callback):
@@ -28,132 +69,205 @@ class SkipWatch(keras.callbacks.Callback):
         # The arguments of `fit`, by their names.
         self.data: Mapping[str, Any] = {}
         self.batch_size: int | None = None
+        # Whether another watch, which the user gave to `fit`, reports.
+        self._stands_back, self._epoch = False, 0
+        self._joined: Any = None
+        self._leaving = contextlib.ExitStack()
         self._reset()
 
     def _reset(self) -> None:
-        # The applied and skipped steps up to the end of the last epoch.
-        self._counted: tuple[int, int] | None = None
+        # The counts at the ends of the last two epochs, and the lowest scale
+        # until then.
+        self._before: Counts = {}
+        self._now: Counts | None = None
+        self._lowest: dict[Any, float] = {}
+        # The last epoch with skipped steps.
+        self._last = skip_causes.Skips()
         self._has_reported = False
         self._bad_data: skip_causes.BadData | None = None
-        self._last_cause = ""
-        self._silent_until = 0
-        # The epoch of its first report, and applied and skipped steps since.
-        self._since = 0, 0, 0
+        # What was reported last, and its first epoch with the counts before.
+        self._cause, self._first, self._from = "", 0, (0, 0)
+        self._silent_until, self._untold = 0, False
+
+    def read(self, args: tuple, kwargs: dict) -> None:
+        """Notes the data among the arguments of a `fit`."""
+        of_call = functools.partial(
+            _arguments.of_call, training.ORDERS["fit"], args, kwargs
+        )
+        self.data = {name: of_call(name) for name in _DATA}
+        self.batch_size = of_call("batch_size")
+
+    def join(self, model: keras.Model) -> None:
+        """Joins the callbacks of the `fit` that has just begun."""
+        if self._joined is not getattr(model, "history", None):
+            self._joined = model.history
+            training.join_fit(self._leaving, model, self)
+
+    def leave(self) -> None:
+        """Leaves the callbacks."""
+        self._leaving.close()
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Forgets an earlier run."""
         self._reset()
+        around = context_values.block.get().fit
+        if around is not None and around is not self:
+            around._stands_back = True
+            self.data, self.batch_size = around.data, around.batch_size
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Reads the counts before the first epoch."""
-        # Other callbacks may restore a run in `on_train_begin`.
-        self._counted = self._counted or self._count()
-        self._has_reported = False
+        if self._now is None:
+            # Other callbacks may restore a run in `on_train_begin`.
+            self._now = self._count()
+        self._before, self._has_reported = self._now, False
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Reports how many steps were skipped, and the likeliest cause."""
-        before, self._counted = self._counted, self._count()
-        if self._counted is None:
+        if self._stands_back:
             return
-        # Optimizers that the model holds exist from their first step on.
-        before = before or (0, 0)
-        applied, skipped = (
-            now - was for now, was in zip(self._counted, before, strict=True)
-        )
-        if skipped:
-            self.on_skips(epoch + 1, applied, skipped, _loss(logs or {}))
+        self._now = self._count()
+        skips = self._skips(self._now)
+        if skips.skipped:
+            self._last = skips
+            loss = _loss(logs or {})
+            self.on_skips(epoch + 1, skips.applied, skips.skipped, loss)
+        for optimizer, count in self._now.items():
+            lowest = self._lowest.get(optimizer, math.inf)
+            self._lowest[optimizer] = min(lowest, count.scale)
+        self._epoch = epoch + 1
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Reports what was no news after its epoch."""
+        if self._untold:
+            self._say_again(self._epoch, _sums(self._now or {}))
 
     def on_skips(
         self, epoch: int, applied: int, skipped: int, loss: float
     ) -> None:
-        """Reports the skipped steps of an epoch, if there are many."""
-        if not self._has_reported and self._needs_a_line(applied, skipped):
-            self._report(epoch, applied, skipped, loss)
+        """Reports the skipped steps of an epoch, unless its scale has grown."""
+        if not self._has_reported and self._last.are_news:
+            self._has_reported = True
+            self._report(epoch, self.cause(loss))
 
-    def _count(self) -> tuple[int, int] | None:
+    def _count(self) -> Counts:
         # Reading `self.model` updates the variables on JAX.
-        optimizers = bare_optimizers.skippers(self.model)
-        if not optimizers:
-            return None
-        applied, skipped = zip(*map(steps, optimizers), strict=True)
-        return sum(applied), sum(skipped)
+        every = bare_optimizers.skippers(self.model)
+        return {optimizer: counted(optimizer) for optimizer in every}
 
     def _optimizers(self) -> list[bare_optimizers.Skipper]:
         """Lists the optimizers that skip steps; a model may have several."""
-        every = bare_optimizers.skippers(self.model)
+        every = self._count()
         # A model with its own optimizers may never use that of `compile`.
-        stepped = [x for x in every if any(steps(x))]
-        return stepped or every
+        stepped = [x for x, count in every.items() if count.steps]
+        return stepped or [*every]
 
-    def _needs_a_line(self, applied: int, skipped: int) -> bool:
-        """Returns whether more than a few steps, or bad rows, were skipped."""
-        if not self._last_cause and self._find_bad_data().text:
-            return True
-        # Each growth of the scale is a trial that may cost a step.
-        rule = self._optimizers()[0].rule
-        trials = applied / getattr(rule, "growth_steps", math.inf)
-        return skipped > _FEW * (applied + skipped) + trials
+    def _skips(self, now: Counts) -> skip_causes.Skips:
+        """Returns the steps since the end of the last epoch."""
+        return skip_causes.total(
+            _skips_of(
+                optimizer.rule,
+                # Optimizers that the model holds exist from their first step
+                # on.
+                self._before.get(optimizer, Counted(scale=count.scale)),
+                count,
+                self._lowest.get(optimizer, math.inf),
+            )
+            for optimizer, count in now.items()
+        )
 
-    def _report(
-        self, epoch: int, applied: int, skipped: int, loss: float
-    ) -> None:
-        self._has_reported = True
-        cause = self.cause(skipped, loss)
-        is_new = cause.kind != self._last_cause
-        first, *before = (epoch, 0, 0) if is_new else self._since
-        applied, skipped = applied + before[0], skipped + before[1]
-        self._last_cause, self._since = cause.kind, (first, applied, skipped)
-        if not is_new and epoch < self._silent_until:
+    def _report(self, epoch: int, cause: skip_causes.Cause) -> None:
+        before, now = _sums(self._before), _sums(self._now or {})
+        if cause.kind == self._cause:
+            self._untold = epoch < self._silent_until
+            if not self._untold:
+                # A cause that stays is reported again after 2, 4, 8 epochs.
+                self._silent_until = epoch + (epoch - self._first) + 2
+                self._say_again(epoch, now)
             return
-        # A cause that stays is reported again after 2, 4, 8 epochs.
-        self._silent_until = epoch + (epoch - first) + 2
-        share = f"{skipped} of {applied + skipped} steps"
-        if is_new:
-            were = f"{epoch} was" if skipped == 1 else f"{epoch} were"
-            text = f"of epoch {were} skipped: {cause.text}"
-        else:
-            text = f"of epochs {first} to {epoch} were skipped, as before"
-            text += "" if applied else f": {_IDLE}"
-        progress_bar.warn(self, "%s %s", share, text)
+        if self._untold:
+            self._say_again(epoch - 1, before)
+        self._cause, self._first, self._from = cause.kind, epoch, before
+        self._silent_until, self._untold = epoch + 2, False
+        applied, skipped = now[0] - before[0], now[1] - before[1]
+        progress_bar.warn(
+            self,
+            "%d of %d steps of epoch %d %s skipped: %s",
+            skipped,
+            applied + skipped,
+            epoch,
+            "was" if skipped == 1 else "were",
+            cause.text,
+        )
 
-    def _find_bad_data(self) -> skip_causes.BadData:
+    def _say_again(self, epoch: int, now: tuple[int, int]) -> None:
+        applied, skipped = now[0] - self._from[0], now[1] - self._from[1]
+        progress_bar.warn(
+            self,
+            "%d of %d steps of epochs %d to %d were skipped, as before%s",
+            skipped,
+            applied + skipped,
+            self._first,
+            epoch,
+            "" if applied else f": {_IDLE}",
+        )
+
+    def cause(self, loss: float = math.nan) -> skip_causes.Cause:
+        """Measures why steps of an epoch are skipped.
+
+        Args:
+            loss: The loss in the epoch's logs; NaN if unknown.
+        """
+        skips = self._skips(self._count())
+        if not skips.skipped:
+            skips = self._last
         if self._bad_data is None:
             self.data = skip_causes.arrays(self.data)
             self._bad_data = skip_causes.bad_data(self.data)
-        return self._bad_data
-
-    def cause(
-        self, skipped: float = math.inf, loss: float = math.nan
-    ) -> skip_causes.Cause:
-        """Measures why steps of an epoch are skipped."""
-        bad_data = self._find_bad_data()
-        # Each row is in one step of an epoch.
-        if bad_data.text and skipped <= len(bad_data.rows):
-            return bad_data.cause
-        overflowed = {
-            path: count
-            for optimizer in self._optimizers()
-            for path, count in optimizer.overflow_counts.items()
-        }
-        kind, text = skip_causes.of_model(
-            self.model,
-            self.data,
-            bad_data.rows,
-            self.batch_size,
-            loss,
-            overflowed,
+        return skip_causes.of_skips(
+            self.model, self.data, self._bad_data, self.batch_size, loss, skips
         )
-        if not bad_data.text:
-            return skip_causes.Cause(kind, text)
-        if kind == "unknown":
-            return bad_data.cause
-        return skip_causes.Cause(kind, f"{bad_data.text}. Also, {text}")
 
 
-def steps(optimizer: bare_optimizers.Skipper) -> tuple[int, int]:
-    """Returns the numbers of applied and skipped steps."""
-    applied = compilation.host_value(optimizer.applies)
-    return int(applied), optimizer.skipped_steps
+def _sums(counts: Counts) -> tuple[int, int]:
+    """Returns the applied and the skipped steps of all optimizers."""
+    found = counts.values()
+    return sum(x.applied for x in found), sum(x.skipped for x in found)
+
+
+def _skips_of(
+    rule: Any, before: Counted, now: Counted, lowest: float
+) -> skip_causes.Skips:
+    """Returns the steps of one optimizer between two moments."""
+    applied, skipped = (
+        now.applied - before.applied,
+        now.skipped - before.skipped,
+    )
+    of_data = now.of_data
+    if of_data is not None:
+        of_data -= before.of_data or 0
+    overflowed = skipped - (of_data or 0)
+    # Each growth of the scale is a trial that may cost a step, in this epoch or
+    # a later one. Rules of the user's own need not have these settings.
+    trials = (before.good_steps + applied) // getattr(
+        rule, "growth_steps", math.inf
+    )
+    factor = getattr(rule, "backoff_factor", 0.5)
+    lowest = min(lowest, before.scale)
+    trials += round(math.log(lowest / before.scale, factor))
+    unexplained = overflowed - trials * getattr(rule, "hysteresis", 1)
+    falls = rule.lowest_scale < now.scale < before.scale
+    return skip_causes.Skips(
+        applied,
+        skipped,
+        of_data,
+        max(int(unexplained), 0),
+        {
+            path: count - before.overflows.get(path, 0)
+            for path, count in now.overflows.items()
+        },
+        (before.scale, now.scale) if falls else None,
+    )
 
 
 def _loss(logs: Mapping[str, Any]) -> float:
@@ -173,34 +287,14 @@ def fit_with(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Calls a model's `fit` with a watch among its callbacks."""
+    """Calls a model's `fit`, whose callbacks a watch then joins."""
+    watch = make_watch()
+    watch.read(args, kwargs)
     try:
-        bound = inspect.signature(original).bind(*args, **kwargs)
-    except TypeError:
-        # Python's own error for wrong arguments is better than ours.
-        return original(*args, **kwargs)
-    argument = _arguments.of_call(bound, "callbacks")
-    is_list = isinstance(argument, keras.callbacks.CallbackList)
-    callbacks = argument.callbacks if is_list else tree.flatten(argument or [])
-    watches = [
-        callback for callback in callbacks if isinstance(callback, SkipWatch)
-    ]
-    watch = watches[0] if watches else make_watch()
-    watch.data = {name: _arguments.of_call(bound, name) for name in _DATA}
-    watch.batch_size = _arguments.of_call(bound, "batch_size")
-    if watches:
-        return original(*args, **kwargs)
-    if not is_list:
-        _arguments.put_in_call(bound, "callbacks", [*callbacks, watch])
-        return original(*bound.args, **bound.kwargs)
-    # Keras does not set the model and parameters of a `CallbackList`.
-    watch.set_model(model)
-    watch.set_params(argument.params)
-    callbacks.append(watch)
-    try:
-        return original(*args, **kwargs)
+        with context_values.holding(fit=watch):
+            return original(*args, **kwargs)
     finally:
-        callbacks.remove(watch)
+        watch.leave()
 
 
 fit = functools.partial(fit_with, SkipWatch)

@@ -208,6 +208,18 @@ class LossScaleOptimizer(
         return dict(zip(paths, counts, strict=True))
 
     @property
+    def data_skips(self) -> int | None:
+        """Skipped steps of which the data or the loss was not finite.
+
+        It is `None` where that cannot be told from an overflow: if the loss is
+        multiplied by the scale, or there is no scale.
+        """
+        losses = self._losses
+        if losses is None or not self._tells_data(losses):
+            return None
+        return int(_host(self._data_skips))
+
+    @property
     def gradient_norm(self) -> float:
         """Norm of the last applied step's unscaled gradients, before clipping.
 
@@ -479,11 +491,9 @@ class LossScaleOptimizer(
                 "`optimizer.build(model.trainable_variables)` first."
             )
         used = self._model_variables, self.variables
-        given = list(trainable_variables), list(optimizer_variables)
         mapping = [
-            pair
-            for pairs in zip(used, given, strict=True)
-            for pair in zip(*pairs, strict=True)
+            *self.checked_mapping(optimizer_variables),
+            *_paired("trainable_variables", used[0], trainable_variables),
         ]
         with keras.StatelessScope(state_mapping=mapping) as scope:
             self.apply(grads, unscaled=unscaled)
@@ -492,6 +502,14 @@ class LossScaleOptimizer(
             for variables in used
         )
         return weights, slots
+
+    def checked_mapping(self, values: Sequence) -> list[tuple]:
+        """Returns pairs of `optimizer.variables` and their values (JAX).
+
+        Raises:
+            ValueError: If their number differs.
+        """
+        return _paired("optimizer_variables", self.variables, values)
 
     @compilation.untouched
     def apply_gradients(self, grads_and_vars: Iterable) -> Any:
@@ -689,16 +707,25 @@ class LossScaleOptimizer(
         step_outcome.report(self.last_step_applied())
 
     def _blames_data(self, grads: Sequence, unscaled: bool) -> Any:
-        """Returns whether the data is not finite, if the rule needs to know.
+        """Returns whether the data is not finite, if gradients tell that.
 
-        Outside models that scale their gradients, NaN may be an overflow.
-        `unscale_gradients` makes NaN of one as well, but not of each gradient.
+        `unscale_gradients` makes NaN of an overflow as well, but not of each
+        gradient.
         """
-        if rules.is_constant(self.rule) or self._of_losses().are_scaled:
+        if not self._tells_data(self._of_losses()):
             return False
         return power.blames_data(
             grads, ops.logical_and if unscaled else ops.logical_or
         )
+
+    def _tells_data(self, losses: unscale.Losses) -> bool:
+        """Returns whether NaN in gradients means data that is not finite.
+
+        Outside models that scale their gradients, it may be an overflow. Models
+        without float16, which have no loss scale, do not tell either.
+        """
+        is_off = isinstance(self.rule, rules.NoLossScale)
+        return not (losses.are_scaled or is_off)
 
     def _create_state(self, rule: rules.LossScale) -> None:
         """Creates the variables of the rule's state."""
@@ -722,6 +749,7 @@ class LossScaleOptimizer(
             setattr(self, _attribute(field), variable)
         self._skipped_steps = self._counter("skipped_steps")
         self._consecutive_skips = self._counter("consecutive_skips")
+        self._data_skips = self._counter("data_skips")
 
     def _counter(self, name: str, *shape: int) -> keras.Variable:
         return self.add_variable(shape, "zeros", "int32", name=name)
@@ -765,6 +793,7 @@ class LossScaleOptimizer(
             self._skipped_steps,
             self._consecutive_skips,
             self._overflow_counts,
+            self._data_skips,
             self._gradient_norm,
         )
 
@@ -802,6 +831,18 @@ def _refuse_misspelt(given: Iterable[str]) -> None:
             raise ValueError(
                 f"LossScaleOptimizer has no argument `{name}`.{hint}"
             )
+
+
+def _paired(name: str, variables: Sequence, values: Sequence) -> list[tuple]:
+    values = list(values)
+    if len(values) != len(variables):
+        raise ValueError(
+            f"`{name}` must have one value for each variable that the "
+            f"optimizer was built with. Received: {len(values)} values for "
+            f"{len(variables)} variables. If layers were made trainable or "
+            "frozen since, call `model.compile` again, with a new optimizer."
+        )
+    return list(zip(variables, values, strict=True))
 
 
 def _attribute(field: str) -> str:

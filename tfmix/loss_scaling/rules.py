@@ -297,6 +297,7 @@ class StepState(NamedTuple):
             one.
         overflow_counts: Int32 vector, for each variable the number of skipped
             steps in which its gradient was not finite.
+        data_skips: Int32 scalar, skipped steps of `after`'s `is_data`.
         gradient_norm: Float32 scalar, the norm of the last applied step's
             gradients; `None` if it is not kept.
     """
@@ -305,6 +306,7 @@ class StepState(NamedTuple):
     skipped_steps: Any
     consecutive_skips: Any
     overflow_counts: Any
+    data_skips: Any
     gradient_norm: Any = None
 
     def after(
@@ -326,9 +328,10 @@ class StepState(NamedTuple):
                 because the data or the loss is not finite. No scale helps then,
                 so the scale does not change.
         """
-        scale = rule.update(self.scale, applied)
+        scale, of_data = rule.update(self.scale, applied), 0
         if is_data is not False:
             scale = _select_all(is_data, self.scale, scale)
+            of_data = _select(is_data, 1, 0)
         if norm is not None:
             norm = _select(applied, norm, self.gradient_norm)
         return StepState(
@@ -339,6 +342,7 @@ class StepState(NamedTuple):
             ),
             overflow_counts=self.overflow_counts
             + _select(applied is True, 0, ops.cast(bad, "int32")),
+            data_skips=self.data_skips + of_data,
             gradient_norm=norm,
         )
 

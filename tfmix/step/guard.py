@@ -144,7 +144,9 @@ class _Guard:
         if on_tensorflow:
             self.wrappers |= {saved_models.CHILDREN: self._children}
 
-    def _on_tensorflow(self, original: Callable, data: Any) -> Any:
+    def _on_tensorflow(
+        self, original: Callable, *args: Any, **kwargs: Any
+    ) -> Any:
         before = {
             id(variable): compilation.read(variable)
             for variable in map(compilation.backend_variable, self._watched())
@@ -162,14 +164,16 @@ class _Guard:
         counter = None if self._applies_once() else self._counter
         # A model, or a metric, may be built in its first step.
         with tf.variable_creator_scope(note), self._step(counter) as step:
-            logs = original(data)
+            logs = original(*args, **kwargs)
             outcome = step.outcome()
         return self._put_back(step, outcome, old, logs)
 
-    def _on_jax(self, original: Callable, state: Any, data: Any) -> tuple:
+    def _on_jax(self, original: Callable, *args: Any, **kwargs: Any) -> tuple:
         model = self._model
         with self._step() as step:
-            logs, after = original(state, data)
+            logs, after = original(*args, **kwargs)
+        order = training.STEP_ON_JAX
+        state = _arguments.of_call(order, args, kwargs, "state")
         groups = (
             model.trainable_variables,
             model.non_trainable_variables,
