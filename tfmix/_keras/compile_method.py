@@ -13,17 +13,18 @@ from tfmix._keras import replacements, training
 
 PLACE: replacements.Place = (training.TRAINER, "compile")
 _replacements = replacements.Replacements()
-_wanted: dict[replacements.Place, Callable] = {}
+_makers: list[Callable] = []
 
 
 def use(make: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
     """Sets the function that makes the replacement from Keras's method."""
-    _wanted[PLACE] = make
+    _makers[:] = [make]
 
 
 def watch() -> None:
     """Replaces `compile`, until `stop_watching`."""
-    _replacements.set(_wanted)
+    places = replacements.definers(keras.Model, "compile")
+    _replacements.set({place: make for place in places for make in _makers})
 
 
 def stop_watching() -> None:

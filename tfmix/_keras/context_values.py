@@ -33,6 +33,8 @@ class Block:
         is_float32_code: Whether the running code is that of a user's layer in
             float32, to which the layers that it calls return float32.
         is_chosen: Whether a caller decides whether the step is applied.
+        takes_unscaled: Whether an `apply_gradients` around gets gradients that
+            are not scaled.
         step: The train step that is running, `None` if there is none.
         platform: The platform that a step is only compiled for, or "".
     """
@@ -48,6 +50,7 @@ class Block:
     may_fall_back: bool = False
     is_float32_code: bool = False
     is_chosen: bool = False
+    takes_unscaled: bool = False
     step: Any = None
     platform: str = ""
 

@@ -11,10 +11,7 @@ from tfmix._keras import replacements
 
 Optimizer: TypeAlias = keras.optimizers.Optimizer
 # Every optimizer except a wrapper applies its gradients here.
-APPLY: replacements.Place = (
-    next(c for c in keras.optimizers.Optimizer.__mro__ if "apply" in vars(c)),
-    "apply",
-)
+*_, APPLY = replacements.definers(keras.optimizers.Optimizer, "apply")
 
 
 def chain(optimizer: Optimizer | None) -> Iterator[Optimizer]:

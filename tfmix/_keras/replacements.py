@@ -31,6 +31,15 @@ def copy_module(
     return copy
 
 
+def definers(kind: type, name: str) -> list[Place]:
+    """Returns the places of a method in a class and those it derives from.
+
+    Others may have put a function into a derived class, which calls the one
+    that it found before us.
+    """
+    return [(each, name) for each in kind.__mro__ if name in vars(each)]
+
+
 def replaced() -> list[Place]:
     """Returns every place that is replaced for the whole process now."""
     return list(

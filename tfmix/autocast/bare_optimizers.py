@@ -18,6 +18,7 @@ from tfmix._keras import (
     compilation,
     context_values,
     optimizers,
+    replacements,
     saved_models,
 )
 from tfmix._keras import variables as keras_variables
@@ -26,11 +27,6 @@ from tfmix.loss_scaling import rules, standstill
 from tfmix.optimizers import sixteen_bit_optimizer
 from tfmix.step import apply_if_finite, replicas, step_outcome, unscale
 
-# Gradients are applied here, by optimizers that nothing has wrapped.
-PLACES = (
-    optimizers.APPLY,
-    (sixteen_bit_optimizer.SixteenBitOptimizer, "apply"),
-)
 # The arguments of these methods.
 _ORDER = "grads", "trainable_variables"
 _ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
@@ -151,6 +147,15 @@ def ask(by: Callable[[Callable[[Any], None], Any], None]) -> None:
 Skipper: TypeAlias = scaling.LossScaleOptimizer | Skips
 _skips: weakref.WeakKeyDictionary[Any, Skips] = weakref.WeakKeyDictionary()
 _left_alone: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def places() -> list[replacements.Place]:
+    """Returns where optimizers that nothing has wrapped apply gradients."""
+    own = sixteen_bit_optimizer.SixteenBitOptimizer
+    return [
+        *replacements.definers(keras.optimizers.Optimizer, "apply"),
+        (own, "apply"),
+    ]
 
 
 def applying(original: Callable) -> Callable:

@@ -95,9 +95,6 @@ _METHODS: dict[replacements.Place, list[Row]] = {
         (owner, name): _rows_in_16_bit(name, _NUMBERS)
         for owner, name in scalars.PLACES
     },
-    **dict.fromkeys(
-        bare_optimizers.PLACES, [Row(SIXTEEN_BIT, bare_optimizers.applying)]
-    ),
     layers.ASSIGN: [Row(SIXTEEN_BIT, fallback.assigning_exactly)],
     **dict.fromkeys(recomputation.PLACES, [Row(_ALWAYS, _recomputed)]),
     **dict.fromkeys(
@@ -108,6 +105,7 @@ _METHODS: dict[replacements.Place, list[Row]] = {
         for place, make in weight_gradients.METHODS.items()
     },
 }
+_APPLYING = [Row(SIXTEEN_BIT, bare_optimizers.applying)]
 _ATTENTION = [Row(op_places.ATTENTION, float32_ops.attention_in_float32)]
 
 _lock = threading.RLock()
@@ -218,6 +216,7 @@ def _makers_for(rules: frozenset[str]) -> dict[replacements.Place, Maker]:
     if SIXTEEN_BIT in rules:
         ops |= _OPS_IN_16_BIT
         methods |= _METHODS
+        methods |= dict.fromkeys(bare_optimizers.places(), _APPLYING)
     if op_places.ATTENTION in rules:
         methods |= dict.fromkeys(op_places.ATTENTION_METHODS, _ATTENTION)
     for name in ops:

@@ -200,7 +200,7 @@ class LossScaleMonitor(skip_report.SkipWatch):
         super().on_epoch_end(epoch, logs)
 
     def _start(self) -> None:
-        counts = [x.steps for x in map(skip_report.counted, self._optimizers())]
+        counts = [sum(skip_report.steps(x)) for x in self._optimizers()]
         # A critic takes several steps within one step of the model.
         self._step = max(self._step, min(counts))
         start = self._reading()
@@ -233,7 +233,7 @@ class LossScaleMonitor(skip_report.SkipWatch):
         # Reading `self.model` updates the variables on JAX, where `fit` does
         # not write them during an epoch.
         optimizers = self._optimizers()
-        counts = [*map(skip_report.counted, optimizers)]
+        applied, skipped = zip(*map(skip_report.steps, optimizers), strict=True)
         norm = None
         if self.gradient_norm:
             norms = [optimizer.gradient_norm for optimizer in optimizers]
@@ -242,8 +242,8 @@ class LossScaleMonitor(skip_report.SkipWatch):
         return Reading(
             self._step,
             min(optimizer.loss_scale for optimizer in optimizers),
-            sum(count.applied for count in counts),
-            sum(count.skipped for count in counts),
+            sum(applied),
+            sum(skipped),
             max(optimizer.consecutive_skips for optimizer in optimizers),
             norm,
         )

@@ -38,18 +38,17 @@ class Counted(NamedTuple):
     scale: float = 1.0
     good_steps: int = 0
 
-    @property
-    def steps(self) -> int:
-        """All steps."""
-        return self.applied + self.skipped
+
+def steps(optimizer: bare_optimizers.Skipper) -> tuple[int, int]:
+    """Returns the numbers of applied and skipped steps."""
+    applied = compilation.host_value(optimizer.applies)
+    return int(applied), optimizer.skipped_steps
 
 
-def counted(optimizer: bare_optimizers.Skipper) -> Counted:
-    """Reads what an optimizer has counted; waits for the device."""
+def _counted(optimizer: bare_optimizers.Skipper) -> Counted:
     good_steps = getattr(optimizer, "step_counter", 0)
     return Counted(
-        int(compilation.host_value(optimizer.applies)),
-        optimizer.skipped_steps,
+        *steps(optimizer),
         optimizer.data_skips,
         optimizer.overflow_counts,
         optimizer.loss_scale,
@@ -153,14 +152,14 @@ class SkipWatch(keras.callbacks.Callback):
     def _count(self) -> Counts:
         # Reading `self.model` updates the variables on JAX.
         every = bare_optimizers.skippers(self.model)
-        return {optimizer: counted(optimizer) for optimizer in every}
+        return {optimizer: _counted(optimizer) for optimizer in every}
 
     def _optimizers(self) -> list[bare_optimizers.Skipper]:
         """Lists the optimizers that skip steps; a model may have several."""
-        every = self._count()
+        every = bare_optimizers.skippers(self.model)
         # A model with its own optimizers may never use that of `compile`.
-        stepped = [x for x, count in every.items() if count.steps]
-        return stepped or [*every]
+        stepped = [x for x in every if any(steps(x))]
+        return stepped or every
 
     def _skips(self, now: Counts) -> skip_causes.Skips:
         """Returns the steps since the end of the last epoch."""

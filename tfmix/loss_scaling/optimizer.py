@@ -445,6 +445,7 @@ class LossScaleOptimizer(
                 "gradient tape?"
             )
         step_outcome.note_update(variables)
+        unscaled = unscaled or context_values.block.get().takes_unscaled
         if not unscaled:
             losses = self._of_losses()
             unscaled = not losses.are_gradients_scaled(self, warns=True)
@@ -527,8 +528,10 @@ class LossScaleOptimizer(
 
         """
         pairs = list(grads_and_vars)
-        grads, variables = [pair[0] for pair in pairs], [p[1] for p in pairs]
-        self.apply(grads, variables, unscaled=self._gets_unscaled)
+        if pairs:
+            # Keras's method calls `apply`, and others may have replaced it.
+            with context_values.holding(takes_unscaled=self._gets_unscaled):
+                super().apply_gradients(pairs)
         return self.iterations
 
     @compilation.untouched
