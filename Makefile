@@ -129,7 +129,7 @@ test-keras: $(STAMP)
 	@KERAS_BACKEND=tensorflow $(KERAS_TESTS)
 	@KERAS_BACKEND=jax $(KERAS_TESTS)
 
-# KerasHub, KerasRS, keras-tuner, bayesflow and ONNX, in an environment beside ours
+# KerasHub, KerasRS, keras-tuner, bayesflow, ONNX and trackers, in an environment beside ours
 # that sees ours: half an hour on one core. `pytest --all` there also runs the
 # heads of the other tasks of KerasHub.
 test-ecosystem: $(STAMP)
@@ -141,12 +141,14 @@ test-ecosystem: $(STAMP)
 	    "import site; print(site.getsitepackages()[0])")/tfmix-env.pth
 	@.venv-ecosystem/bin/python -m pip install --quiet \
 	    keras-hub keras-rs keras-tuner tensorboard bayesflow \
-	    onnx onnxruntime tf2onnx
+	    onnx onnxruntime tf2onnx \
+	    mlflow-skinny shap optuna-integration wandb
 	@KERAS_BACKEND=tensorflow .venv-ecosystem/bin/python -m pytest -q \
 	    tests/ecosystem
 	@KERAS_BACKEND=jax .venv-ecosystem/bin/python -m pytest -q \
 	    tests/ecosystem/test_bayesflow.py \
-	    tests/ecosystem/test_sixteen_gigabytes.py
+	    tests/ecosystem/test_sixteen_gigabytes.py \
+	    tests/ecosystem/test_trackers.py
 
 # What accelerators run, by their own compilers, in an environment of its own: 4
 # GB, so it is no part of the gate but a job beside it.

@@ -201,7 +201,7 @@ def test_the_wrapper_has_the_attributes_of_the_inner_optimizer():
     wrapped.build(ours)
     assert inner._use_weight_decay(ours[0])
     assert not inner._use_weight_decay(ours[1])
-    assert len(wrapped.variables) == 8 + len(inner.variables)
+    assert len(wrapped.variables) == 9 + len(inner.variables)
     with pytest.raises(AttributeError, match="no_such_thing"):
         _ = wrapped.no_such_thing
 

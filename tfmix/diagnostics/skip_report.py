@@ -69,7 +69,8 @@ class SkipWatch(keras.callbacks.Callback):
         self.data: Mapping[str, Any] = {}
         self.batch_size: int | None = None
         # Whether another watch, which the user gave to `fit`, reports.
-        self._stands_back, self._epoch = False, 0
+        self._stands_back = False
+        # The `History` of the run whose callbacks this watch has joined.
         self._joined: Any = None
         self._leaving = contextlib.ExitStack()
         self._reset()
@@ -86,7 +87,7 @@ class SkipWatch(keras.callbacks.Callback):
         self._bad_data: skip_causes.BadData | None = None
         # What was reported last, and its first epoch with the counts before.
         self._cause, self._first, self._from = "", 0, (0, 0)
-        self._silent_until, self._untold = 0, False
+        self._epoch, self._silent_until, self._untold = 0, 0, False
 
     def read(self, args: tuple, kwargs: dict) -> None:
         """Notes the data among the arguments of a `fit`."""
