@@ -179,7 +179,7 @@ def _provenance(record: dict[str, Any]) -> str:
         for name in ("keras", backend, f"{backend}-cpu")
         if name in versions
     )
-    on = machine.get("gpu") or f"{machine['cores']} CPU cores"
+    on = machine.get("gpu") or f"CPU cores: {machine['cores']}"
     command = f"`{record['command']}`" if record["command"] else ""
     parts = [record["date"][:10], command, on, what, _escaped(record["how"])]
     return f"<small>{'; '.join(filter(None, parts))}</small>"
