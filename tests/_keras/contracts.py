@@ -91,7 +91,6 @@ FUNCTIONS = {
     },
     f"{COMMON}.variables.Variable": {
         "_maybe_autocast": "self value",
-        "__getitem__": "self idx",
         "assign": "self value",
     },
     "keras.src.backend": {"compute_output_spec": "fn *args **kwargs"},
@@ -191,8 +190,6 @@ CONSTANTS = {
     CORE_OWNER: {"core": types.ModuleType},
     "keras.src.backend": {"ops": types.ModuleType},
     f"{COMMON}.variables": {"Variable": type},
-    "keras.src.layers.convolutional.base_conv": {"BaseConv": type},
-    "keras.src.layers.convolutional.base_conv.BaseConv": {"kernel": property},
     "keras.src.models.functional": {"Functional": type},
     "keras.src.models.functional.Functional": {"operations": property},
     "keras.src.trainers.trainer": {"BaseTrainer": type, "Trainer": type},

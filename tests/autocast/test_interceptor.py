@@ -21,8 +21,8 @@ from tfmix._keras import (
     global_state,
     gradients,
     op_places,
+    operators,
     replacements,
-    scalars,
     training,
 )
 from tfmix.autocast import global_policy
@@ -51,7 +51,7 @@ class Comparison:
             for owner, _ in (
                 *gradients.CUSTOM,
                 *gradients.TRACE,
-                *scalars.PLACES,
+                *operators.PLACES,
             )
         )
         self._owners = [*replaced_names.owners(), wrapper, *beside]

@@ -9,8 +9,9 @@ import tfmix
 from tests import helpers, steps
 from tests.autocast import test_penalties as penalised
 from tfmix._keras import compile_method
-from tfmix.autocast import global_policy, interceptor
+from tfmix.autocast import global_policy
 from tfmix.autocast import record as mixed_model
+from tfmix.ops import stand_ins
 from tfmix.policy import policy as policies
 
 SIXTEEN = ("float16", "bfloat16")
@@ -209,7 +210,7 @@ def test_calls_outside_the_scope_replace_nothing_again(monkeypatch):
     model(x)
     refreshed = []
     monkeypatch.setattr(
-        interceptor._replacements,
+        stand_ins._replacements,
         "set",
         lambda places: refreshed.append(places),
     )

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from tests import helpers, steps
-from tfmix.autocast import global_policy, interceptor
+from tfmix.autocast import global_policy
 from tfmix.loss_scaling import errors, rules
 from tfmix.loss_scaling import optimizer as optimizers
+from tfmix.ops import stand_ins
 from tfmix.step import all_finite as finite
 
 # These tests scale the gradients for `apply` themselves.
@@ -334,14 +335,14 @@ def test_apply_refuses_what_it_cannot_place():
 
 def test_a_step_computes_without_the_rules_of_its_model(monkeypatch):
     global_policy.set_global_policy("mixed_float16")
-    assert interceptor.of_caller()
+    assert stand_ins.of_caller()
     seen = {}
 
     def watch(owner, name):
         original = getattr(owner, name)
 
         def noted(*args):
-            seen[name] = interceptor.of_caller()
+            seen[name] = stand_ins.of_caller()
             return original(*args)
 
         monkeypatch.setattr(owner, name, noted)

@@ -10,8 +10,8 @@ from keras import ops as kops
 
 from tests import helpers
 from tfmix._keras import compilation, layers, op_places
-from tfmix.autocast import interceptor
 from tfmix.autocast.global_policy import policy_scope
+from tfmix.ops import stand_ins
 from tfmix.policy import float32_ops
 from tfmix.policy.policy import Policy
 
@@ -62,10 +62,10 @@ SPECIAL_CALLS = {
 
 @pytest.fixture(autouse=True)
 def _no_rules_before_or_after():
-    interceptor.install(())
+    stand_ins.install(())
     yield
-    interceptor.install(())
-    assert not interceptor.installed()
+    stand_ins.install(())
+    assert not stand_ins.installed()
 
 
 def available_defaults():
@@ -107,7 +107,7 @@ def test_a_ruled_op_is_the_float32_op_rounded_once(name, dtype):
     expected = keras.tree.map_structure(
         lambda t: kops.cast(t, dtype), call(name, kops.cast(x, "float32"))
     )
-    interceptor.install([name])
+    stand_ins.install([name])
     actual = call(name, x)
     keras.tree.map_structure(assert_same, actual, expected)
 
@@ -117,7 +117,7 @@ def test_a_long_sum_in_float16_is_exact():
     # running sum in float16, so a float16 accumulator stands still.
     values = np.concatenate([np.full(4096, 1.0), np.full(4096, 0.5)])
     x = tensor(values, "float16")
-    interceptor.install(["sum", "cumsum"])
+    stand_ins.install(["sum", "cumsum"])
     assert float(kops.sum(x)) == 6144.0
     assert float(kops.cumsum(x)[-1]) == 6144.0
 
@@ -129,13 +129,13 @@ def test_wider_and_integer_input_is_untouched(name, dtype):
     if name == "softmax" and dtype == "int32":
         pytest.skip("Keras has no softmax of integers")
     before = getattr(kops, name)(x)
-    interceptor.install([name])
+    stand_ins.install([name])
     assert_same(getattr(kops, name)(x), before)
 
 
 def test_mixed_input_keeps_the_promotion_of_keras():
     half, single = positive("float16"), positive("float32")
-    interceptor.install(["power", "logaddexp"])
+    stand_ins.install(["power", "logaddexp"])
     assert kops.logaddexp(half, single).dtype == single.dtype
     assert kops.power(half, 2).dtype == half.dtype
     assert kops.power(half, 0.5).dtype == half.dtype
@@ -145,7 +145,7 @@ def test_mixed_input_keeps_the_promotion_of_keras():
 @pytest.mark.parametrize("by_name", [True, False])
 def test_an_explicit_dtype_argument_is_obeyed(wanted, by_name):
     x = tensor(np.ones(4096), "float16")
-    interceptor.install(["cumsum"])
+    stand_ins.install(["cumsum"])
     if by_name:
         result = kops.cumsum(x, dtype=wanted)
     else:
@@ -156,7 +156,7 @@ def test_an_explicit_dtype_argument_is_obeyed(wanted, by_name):
 
 def test_axis_keepdims_and_lists_pass_through():
     x = positive("float16")
-    interceptor.install(["sum", "mean", "average", "norm"])
+    stand_ins.install(["sum", "mean", "average", "norm"])
     assert kops.sum(x, axis=(0, 1), keepdims=True).shape == (1, 1)
     assert kops.sum([x, x], axis=0).shape == (4, 6)
     assert float(kops.sum([1, 2, 3])) == 6
@@ -191,7 +191,7 @@ def test_attention_of_large_queries_is_finite(
         return keras.tree.flatten(result)
 
     run()
-    interceptor.install(["dot_product_attention"])
+    stand_ins.install(["dot_product_attention"])
     with compilation.compiled_for(platform):
         results = run()
     for tensor_ in results:
@@ -228,7 +228,7 @@ def test_attention_multiplies_16_bit_factors_on_a_gpu(policy):
 
 
 def test_numpy_arrays_and_variables_are_covered():
-    interceptor.install(["sum"])
+    stand_ins.install(["sum"])
     array = np.full(4096, 3.0, "float16")
     assert float(kops.sum(array)) == 12288.0
     variable = keras.Variable(array, dtype="float16")
@@ -247,7 +247,7 @@ def test_sparse_input_is_untouched():
     dense = tf.constant([[0.0, 2.0], [3.0, 0.0]], tf.float16)
     sparse = tf.sparse.from_dense(dense)
     before = kops.sum(sparse, axis=1)
-    interceptor.install(["sum"])
+    stand_ins.install(["sum"])
     after = kops.sum(sparse, axis=1)
     assert type(after) is type(before)
     assert after.dtype == before.dtype
@@ -255,7 +255,7 @@ def test_sparse_input_is_untouched():
 
 def test_gradients_pass_the_casts_in_the_inputs_dtype():
     # The gradient of a mean over 4096 is 2**-12 exactly.
-    interceptor.install(["mean"])
+    stand_ins.install(["mean"])
     _, gradient = helpers.with_gradients(kops.mean, np.ones(4096, "float16"))
     assert helpers.dtype_of(gradient) == "float16"
     assert set(helpers.to_numpy(gradient)) == {2.0**-12}
@@ -276,9 +276,9 @@ def test_a_functional_model_obeys_the_rules_active_when_it_runs():
     x = np.full((1, 8192), 0.5, "float16")
     # 2048 + 0.5 rounds to 2048, or to 2050 at best, but the sum is 4096. Those
     # of the quotients are 4096.5, which float16 rounds to 4096.
-    with interceptor.block(["cumsum", "sum"]):
+    with stand_ins.block(["cumsum", "sum"]):
         assert float(model(x)[0, 0]) == 8192.0
-    interceptor.install(float32_ops.default_float32_ops())
+    stand_ins.install(float32_ops.default_float32_ops())
     assert float(model.predict(x, verbose=0)[0, 0]) == 8192.0
 
 
@@ -288,7 +288,7 @@ def test_activations_and_layers_obey_the_rules(name):
     x = tensor(np.linspace(-8, 8, 24).reshape(2, 12), "bfloat16")
     activation = getattr(keras.activations, name)
     expected = kops.cast(activation(kops.cast(x, "float32")), "bfloat16")
-    interceptor.install([name])
+    stand_ins.install([name])
     assert_same(activation(x), expected)
     layer = keras.layers.Activation(name, dtype="bfloat16")
     assert_same(layer(x), expected)
@@ -330,22 +330,22 @@ def test_one_wrapper_precedes_keras_own_function(name):
 
 def test_installing_twice_changes_nothing_and_a_new_list_replaces_the_old():
     before = touched_places()
-    interceptor.install(["sum", "exp"])
+    stand_ins.install(["sum", "exp"])
     once = touched_places()
-    interceptor.install(["exp", "sum"])
+    stand_ins.install(["exp", "sum"])
     assert touched_places() == once
-    assert interceptor.installed() == {"exp", "sum"}
-    interceptor.install(["normalize"])
+    assert stand_ins.installed() == {"exp", "sum"}
+    stand_ins.install(["normalize"])
     changed = [p for p, f in touched_places().items() if f is not before[p]]
     assert {attribute for _, attribute in changed} == {"_normalize"}
 
 
 def test_a_block_overrides_what_is_installed_and_ends_with_it():
     x = tensor(np.full((1, 1024), 10.0), "float16")
-    interceptor.install(["normalize"])
-    with interceptor.block([]):
+    stand_ins.install(["normalize"])
+    with stand_ins.block([]):
         assert float(kops.max(kops.normalize(x))) == 0.0
-        with interceptor.block(["normalize"]):
+        with stand_ins.block(["normalize"]):
             assert float(kops.max(kops.normalize(x))) == 0.03125
         assert float(kops.max(kops.normalize(x))) == 0.0
     assert float(kops.max(kops.normalize(x))) == 0.03125
@@ -358,7 +358,7 @@ def test_blocks_of_many_threads_leave_keras_as_it_was():
 
     def work(names, expected):
         for _ in range(20):
-            with interceptor.block(names):
+            with stand_ins.block(names):
                 got = float(kops.max(kops.normalize(x)))
             if got != expected:
                 failures.append(got)
@@ -375,13 +375,13 @@ def test_blocks_of_many_threads_leave_keras_as_it_was():
 
 def test_kept_replacements_are_made_once_and_end_with_an_install():
     before = touched_places()
-    interceptor.keep(frozenset(["normalize"]))
+    stand_ins.keep(frozenset(["normalize"]))
     standing = touched_places()
     assert standing != before
-    with interceptor.block(["normalize"]):
+    with stand_ins.block(["normalize"]):
         assert touched_places() == standing
     assert touched_places() == standing
     x = tensor(np.full((1, 1024), 10.0), "float16")
     assert float(kops.max(kops.normalize(x))) == 0.0
-    interceptor.install(())
+    stand_ins.install(())
     assert touched_places() == before

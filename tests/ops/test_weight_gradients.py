@@ -11,7 +11,7 @@ from keras import layers, ops
 import tfmix
 from tests import helpers, steps
 from tfmix._keras import compilation
-from tfmix.ops import weight_gradients
+from tfmix.ops import exact_values, weights
 
 ON_JAX = keras.backend.backend() == "jax"
 # The last two run code that TensorFlow traces for a GPU.
@@ -133,7 +133,7 @@ MODELS = {
         ROWS,
     ),
     "own": (lambda: [Own()], ROWS),
-    "dots": (lambda: [Dots()], normal(8, 12, 10)),
+    "dots": (lambda: [Dots()], TEXT),
     "terms": (lambda: [layers.Dense(3), Terms()], normal(1, 2, 3)),
     "adapted": (adapted, ROWS),
     "shared": (lambda: [Repeated()], normal(64, 16)),
@@ -281,7 +281,7 @@ def test_a_copy_knows_its_weight_only_in_a_layer():
 
         def call(self, x):
             copy = self.w.value
-            seen.append((copy.dtype, weight_gradients.source(copy)))
+            seen.append((copy.dtype, exact_values.weight_of(copy)))
             return x
 
     layer = Looks()
@@ -289,7 +289,7 @@ def test_a_copy_knows_its_weight_only_in_a_layer():
     ((dtype, weight),) = seen
     assert keras.backend.standardize_dtype(dtype) == "float16"
     np.testing.assert_array_equal(weight, layer.w)
-    assert weight_gradients.source(layer.w.value) is None
+    assert exact_values.weight_of(layer.w.value) is None
 
 
 def test_the_function_chosen_for_a_weight_multiplies_by_it():
@@ -314,13 +314,13 @@ def test_the_function_chosen_for_a_weight_multiplies_by_it():
     layer = Products()
     x = ops.cast(RNG.integers(-3, 4, (3, 3)), "float16")
     before = layer(x)
-    weight_gradients.choose(layer.w, multiply)
+    weights.choose(layer.w, multiply)
     for found in layer(x):
         np.testing.assert_array_equal(found, ops.matmul(x, x))
     assert [x[1:] for x in asked][1] == ("ij", "jk", "ik")
     dtypes = {keras.backend.standardize_dtype(x[0]) for x in asked}
     assert dtypes == {"float32"}
-    weight_gradients.choose(layer.w, None)
+    weights.choose(layer.w, None)
     for one, other in zip(layer(x), before, strict=True):
         helpers.assert_same_bits(one, other)
 
@@ -335,13 +335,13 @@ def test_a_call_that_nobody_differentiates_makes_no_gradients(monkeypatch):
     model(x)
     prepared = []
     for name in ("contracted", "combined", "convolved"):
-        original = getattr(weight_gradients.products, name)
+        original = getattr(weights.products, name)
 
         def note(*args, original=original, **kwargs):
             prepared.append(original)
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(weight_gradients.products, name, note)
+        monkeypatch.setattr(weights.products, name, note)
     expected = model(x)
     np.testing.assert_array_equal(tf.function(model)(x), expected)
     assert not prepared

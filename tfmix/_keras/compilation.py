@@ -16,6 +16,9 @@ from tfmix._keras import context_values, global_state, replacements
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
+
+    # `tfmix` replaces it in that module.
+    _tensorflow_cast = tf.cast
 else:
     import jax
     import jax.extend.core
@@ -465,6 +468,13 @@ def read(variable: Any) -> Any:
     if keras.backend.backend() != "tensorflow" or isinstance(value, tf.Tensor):
         return value
     return tf.convert_to_tensor(value)
+
+
+def cast(tensor: Any, dtype: str) -> Any:
+    """Casts a tensor by the backend's own function, replaced or not."""
+    if keras.backend.backend() == "jax":
+        return jax.numpy.asarray(tensor, dtype)
+    return _tensorflow_cast(tensor, dtype)
 
 
 def selected(condition: Any, if_true: Any, if_false: Any) -> Any:

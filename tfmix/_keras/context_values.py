@@ -28,6 +28,7 @@ class Block:
         fit: The callback that reports the skipped steps of the `fit` around,
             `None` outside of one.
         in_loop: Whether the code runs in each step of a loop.
+        in_map: Whether TensorFlow converts the code to run for all rows.
         may_fall_back: Whether a user's layer is tried in 16 bit, and falls back
             to float32 if that fails.
         is_float32_code: Whether the running code is that of a user's layer in
@@ -47,6 +48,7 @@ class Block:
     in_fit: bool = False
     fit: Any = None
     in_loop: bool = False
+    in_map: bool = False
     may_fall_back: bool = False
     is_float32_code: bool = False
     is_chosen: bool = False

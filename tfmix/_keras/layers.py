@@ -12,31 +12,18 @@ from keras.src.backend.common import (
     masking,
     variables,
 )
-from keras.src.layers.convolutional import base_conv
 from keras.src.models import functional
 from keras.src.trainers import compile_utils
 
 from tfmix import _formats
 from tfmix._keras import global_state, layer_policies, replacements
 
-# These two cast each variable that a layer reads, and take a part of one.
+# It casts each variable that a layer reads.
 AUTOCAST: replacements.Place = (variables.Variable, "_maybe_autocast")
-ITEM: replacements.Place = (variables.Variable, "__getitem__")
 # Layers write to their variables with this method.
 ASSIGN: replacements.Place = (variables.Variable, "assign")
 # This method runs the time steps of a recurrent layer.
 LOOP: replacements.Place = (keras.layers.RNN, "inner_loop")
-# PReLU multiplies by its weight with an operator of the backend.
-PRELU: replacements.Place = (keras.layers.PReLU, "call")
-# These properties add a product of two low-rank matrices to a kernel.
-ADAPTED_KERNELS: tuple[replacements.Place, ...] = tuple(
-    (kind, "kernel")
-    for kind in (
-        keras.layers.Dense,
-        keras.layers.EinsumDense,
-        base_conv.BaseConv,
-    )
-)
 # The base class of preprocessing layers; its name changed after Keras 3.12.
 DATA_LAYER: type = keras.layers.Rescaling.__bases__[0]
 _BROKEN_BY_CASTS = (
@@ -373,21 +360,6 @@ def casts_to_16_bit(variable: keras.Variable) -> bool:
 def kernel_of(layer: Any) -> keras.Variable | None:
     """Returns the variable of a layer's kernel, if it is built."""
     return getattr(layer, "_kernel", None)
-
-
-def adapted_kernel(layer: Any) -> Any:
-    """Returns a layer's kernel plus its LoRA matrices, in float32."""
-    with autocast(None):
-        kernel, left, right = (
-            keras.ops.cast(variable, "float32")
-            for variable in (
-                layer._kernel,
-                layer.lora_kernel_a,
-                layer.lora_kernel_b,
-            )
-        )
-    factor = layer.lora_alpha / layer.lora_rank
-    return kernel + factor * keras.ops.matmul(left, right)
 
 
 @contextlib.contextmanager

@@ -25,6 +25,13 @@ _THEMES = ("linalg", "numpy", "nn", "math", "image")
 # These make tensors of a dtype from numbers, or return their argument. No other
 # function of that module (loops, branches) takes a dtype.
 CONVERSIONS = ("cast", "convert_to_tensor", "stop_gradient")
+# It runs a function of its caller for each row.
+MAP = "vectorized_map"
+# The other ops of that module. The rest are loops and branches.
+_OF_CORE = (
+    *("slice", "slice_update", "scatter", "scatter_update", "unstack"),
+    MAP,
+)
 _CORE: replacements.Place = (
     BACKEND_OPS if hasattr(BACKEND_OPS, "core") else backend,
     "core",
@@ -62,7 +69,7 @@ def targets(name: str) -> tuple[replacements.Place, ...]:
     Keras's backends import functions from each other, and call those of their
     own module directly. Neither kind of call is replaced.
     """
-    if name in CONVERSIONS:
+    if name in CONVERSIONS or name in _OF_CORE:
         return (_CORE,)
     for theme, module in _modules(BACKEND_OPS):
         if _defines(module, name):
@@ -78,10 +85,18 @@ def copy_module(module: types.ModuleType, make: Callable) -> types.ModuleType:
     is_core = module.__name__.endswith(".core")
     functions = {
         name: make(vars(module)[name], name=name)
-        for name in (CONVERSIONS if is_core else vars(module))
+        for name in ((*CONVERSIONS, *_OF_CORE) if is_core else vars(module))
         if not name.startswith("_") and _defines(module, name)
     }
     return replacements.copy_module(module, functions)
+
+
+def is_composed(function: Callable) -> bool:
+    """Returns whether a function calls other ops of Keras."""
+    composed = [*(module for _, module in _modules(ops)), activations]
+    return function.__name__ == MAP or any(
+        function.__module__ == module.__name__ for module in composed
+    )
 
 
 def writes_out(layer: keras.Layer, arguments: dict) -> bool:

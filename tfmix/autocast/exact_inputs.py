@@ -21,7 +21,7 @@ from tfmix._keras import (
     layers,
 )
 from tfmix._keras import variables as keras_variables
-from tfmix.ops import tensors
+from tfmix.ops import exact_values, tensors
 
 _CONVERT = "convert_input"
 # Larger whole numbers are not exact: 2 to the number of significant bits.
@@ -103,12 +103,12 @@ def _remember(original: Callable, x: Any, autocast: bool, dtype: str) -> Any:
     tensor = original(x, False, dtype)
     converted = original(tensor, autocast, dtype)
     if converted is not tensor:
-        tensors.note_uncast(x, converted, tensor)
+        exact_values.note_cast(x, converted, tensor)
     return converted
 
 
 def _recover(original: Callable, x: Any, autocast: bool, dtype: str) -> Any:
-    exact = tensors.uncast(x)
+    exact = exact_values.before_cast(x)
     converted = original(exact, autocast, dtype)
     if converted is not exact:
         layers.copy_mask(exact, converted)
@@ -116,13 +116,13 @@ def _recover(original: Callable, x: Any, autocast: bool, dtype: str) -> Any:
 
 
 def _pass_on(original: Callable, x: Any, autocast: bool, dtype: str) -> Any:
-    return original(tensors.uncast(x), False, dtype)
+    return original(exact_values.before_cast(x), False, dtype)
 
 
 def _behind_cast(x: Any) -> Any:
     """Returns a graph's tensor as it was before two casts."""
     source = compilation.cast_from(x)
-    original = tensors.uncast(source)
+    original = exact_values.before_cast(source)
     return x if original is source else original
 
 
@@ -142,7 +142,7 @@ def _look_up(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    args, kwargs = tensors.map_leaves((args, kwargs), tensors.uncast)
+    args, kwargs = tensors.map_leaves((args, kwargs), exact_values.before_cast)
     ids, *_ = filter(_has_dtype, keras.tree.flatten((args, kwargs)))
     _warn_of_rounded_ids(layer, ids)
     return original(*args, **kwargs)
@@ -150,7 +150,7 @@ def _look_up(
 
 def _look_up_behind_casts(original: Callable, *args: Any, **kwargs: Any) -> Any:
     def exact(x: Any) -> Any:
-        return _behind_cast(tensors.uncast(x))
+        return _behind_cast(exact_values.before_cast(x))
 
     args, kwargs = tensors.map_leaves((args, kwargs), exact)
     return original(*args, **kwargs)
@@ -164,7 +164,7 @@ def _mask_exactly(
     **kwargs: Any,
 ) -> Any:
     """Masks by the exact inputs, as 16 bit may not hold the mask value."""
-    found = original(tensors.uncast(inputs), *args, **kwargs)
+    found = original(exact_values.before_cast(inputs), *args, **kwargs)
     result = keras.ops.cast(found, inputs.dtype)
     # Keras before 3.15 computes it later, from the rounded inputs.
     layers.put_mask(result, layer.compute_mask(inputs))
@@ -175,7 +175,7 @@ def _compute_exact_mask(
     original: Callable, inputs: Any, mask: Any = None
 ) -> Any:
     # A graph notes how to compute a mask from the given inputs.
-    return original(tensors.uncast(inputs), mask)
+    return original(exact_values.before_cast(inputs), mask)
 
 
 def _read_as_stored(original: Callable, *args: Any, **kwargs: Any) -> Any:

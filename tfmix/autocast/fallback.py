@@ -25,7 +25,7 @@ from tfmix._keras import (
     variables,
 )
 from tfmix.autocast import exact_inputs
-from tfmix.ops import tensors, weight_gradients
+from tfmix.ops import exact_values, tensors
 from tfmix.policy import policy as policies
 
 # Marks an error that float32 did not fix, so that outer layers do not retry.
@@ -170,14 +170,14 @@ def assigning_exactly(original: Callable) -> Callable:
             return original(self, value)
         if variables.stored_dtype(self) != "float32":
             return original(self, value)
-        value = tensors.uncast(value)
+        value = exact_values.before_cast(value)
         may_fall_back = context_values.block.get().may_fall_back
-        if may_fall_back and not weight_gradients.is_exact(value):
+        if may_fall_back and not exact_values.is_exact(value):
             raise TypeError(
                 f"16-bit numbers are assigned to the variable {self.path!r}, "
                 "which is float32."
             )
-        return original(self, weight_gradients.exact(value))
+        return original(self, exact_values.of(value))
 
     return assign
 
@@ -216,7 +216,9 @@ class _Fallback:
         outputs = self._run(original, args, kwargs, is_new)
         self._proven.add(mode)
         if to_float32_code:
-            return tensors.map_leaves(outputs, tensors.wide)
+            return tensors.map_leaves(
+                outputs, exact_values.to_float32_with_notes
+            )
         return outputs
 
     def _run(
@@ -280,7 +282,9 @@ class _Fallback:
         self._policy = layer_policies.own(self._layer)
 
     def _in_float32(self, original: Callable, args: Any, kwargs: Any) -> Any:
-        args, kwargs = tensors.map_leaves((args, kwargs), tensors.exact)
+        args, kwargs = tensors.map_leaves(
+            (args, kwargs), exact_values.as_float32_input
+        )
         with (
             layers.autocast("float32"),
             # Layers that it creates are float32, too.

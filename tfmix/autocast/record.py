@@ -27,12 +27,11 @@ from tfmix.autocast import (
     compile_optimizer,
     exact_inputs,
     fallback,
-    interceptor,
 )
 from tfmix.float8 import chosen_layers
 from tfmix.gradient_scaling import heads, model_call, outermost
 from tfmix.loss_scaling import optimizer as scaling
-from tfmix.ops import tensors
+from tfmix.ops import exact_values, stand_ins, tensors
 from tfmix.optimizers import sixteen_bit_optimizer
 from tfmix.policy import layer_dtypes
 from tfmix.policy import policy as policies
@@ -112,7 +111,7 @@ class _MixedModel:
         self.level = ruled.level
         # The float8 layers are chosen later.
         self._float8 = ruled if ruled.is_float8 else None
-        self._rules = interceptor.rules_of(policy)
+        self._rules = stand_ins.rules_of(policy)
         self._outputs = outermost.Outputs(model, self._under_rules)
         self.is_compiling = False
         self.wrappers = self._wrappers()
@@ -147,8 +146,8 @@ class _MixedModel:
     def _under_rules(
         self, original: Callable, *args: Any, **kwargs: Any
     ) -> Any:
-        interceptor.keep(self._rules)
-        with interceptor.block(self._rules):
+        stand_ins.keep(self._rules)
+        with stand_ins.block(self._rules):
             return original(*args, **kwargs)
 
     def _call(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -156,7 +155,9 @@ class _MixedModel:
         if self._float8 is not None and global_state.is_outermost(self._model):
             self._choose_float8(self._float8)
         if layers.is_structure(self._model):
-            args, kwargs = tensors.map_leaves((args, kwargs), tensors.uncast)
+            args, kwargs = tensors.map_leaves(
+                (args, kwargs), exact_values.before_cast
+            )
         if self._outputs.parts:
             run = functools.partial(heads.run_graph, self._model)
             self._wrap(**{layers.RUN_GRAPH: run})
@@ -241,7 +242,9 @@ class _MixedModel:
 
     def _in_float32(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Gives losses and metrics their tensors in float32."""
-        args, kwargs = tensors.map_leaves((args, kwargs), tensors.wide)
+        args, kwargs = tensors.map_leaves(
+            (args, kwargs), exact_values.to_float32_with_notes
+        )
         return self._under_rules(original, *args, **kwargs)
 
     def _build(self, original: Callable, *args: Any, **kwargs: Any) -> None:
@@ -302,7 +305,7 @@ def compiling(original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(method)
         def inner(*args: Any, **kwargs: Any) -> None:
             # Keras creates an optimizer here, and computes nothing in 16 bit.
-            with interceptor.block(()):
+            with stand_ins.block(()):
                 method(*args, **kwargs)
 
         record = _record(self)
@@ -313,7 +316,7 @@ def compiling(original: Callable[..., None]) -> Callable[..., None]:
         guarded = kwargs.pop("guarded", None)
         if guarded is None or not guarded.alone:
             _adopt(self)
-        in_force = interceptor.SIXTEEN_BIT in interceptor.of_caller()
+        in_force = stand_ins.SIXTEEN_BIT in stand_ins.of_caller()
         if policy_of(self) or guarded or in_force:
             _compile(self, inner, args, kwargs)
         else:
@@ -382,7 +385,7 @@ def _compile(
             if optimizer is given:
                 optimizer.loss_scale_factor = fixed
         level = None if record is None else record.level
-        with interceptor.block(()):
+        with stand_ins.block(()):
             optimizer = compile_optimizer.choose(optimizer, model, level)
         if optimizer is not model.optimizer:
             saved = compile_optimizer.saved(optimizer, model)

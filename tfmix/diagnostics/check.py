@@ -13,7 +13,7 @@ from keras import ops
 
 from tfmix import _bad_rows, _formats, _messages, _progress
 from tfmix._keras import compilation, layers
-from tfmix.autocast import fallback, global_policy, interceptor
+from tfmix.autocast import fallback, global_policy
 from tfmix.autocast import record as mixed_model
 from tfmix.conversion import planned_policies
 from tfmix.diagnostics import batch as batches
@@ -30,6 +30,7 @@ from tfmix.float8 import chosen_layers
 from tfmix.gradient_scaling import outermost
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.loss_scaling import rules
+from tfmix.ops import stand_ins
 from tfmix.policy import layer_dtypes
 from tfmix.policy import policy as policies
 
@@ -245,8 +246,8 @@ def _under_policy(
         conditions.enter_context(compilation.nothing_traced())
         conditions.enter_context(outermost.outputs_as_made())
         if isinstance(chosen, policies.Policy):
-            names = {*chosen.float32_ops, interceptor.SIXTEEN_BIT}
-            conditions.enter_context(interceptor.block(names))
+            names = {*chosen.float32_ops, stand_ins.SIXTEEN_BIT}
+            conditions.enter_context(stand_ins.block(names))
         if chosen is not None:
             conditions.enter_context(fallback.fresh(model))
             before = chosen_layers.reasons(model)

@@ -9,7 +9,7 @@ from keras import ops
 
 from tfmix._keras import layer_policies, layers, variables
 from tfmix.float8 import product
-from tfmix.ops import contraction, weight_gradients
+from tfmix.ops import contraction, weights
 from tfmix.policy import float32_layers
 from tfmix.policy import policy as policies
 
@@ -77,7 +77,7 @@ def restore(model: keras.Model, before: Mapping[keras.Layer, str]) -> None:
 def _mark(layer: keras.Layer, reason: str | None) -> None:
     layers.mark(layer, float8=reason)
     multiply = product.contracted if reason == "" else None
-    weight_gradients.choose(layers.kernel_of(layer), multiply)
+    weights.choose(layers.kernel_of(layer), multiply)
 
 
 def why_not(layer: keras.Layer) -> str | None:

@@ -14,7 +14,7 @@ import keras
 
 from tfmix._keras import global_state, layers
 from tfmix.gradient_scaling import model_call
-from tfmix.ops import tensors
+from tfmix.ops import exact_values, tensors
 
 
 class Results:
@@ -32,7 +32,7 @@ class Results:
         for inside, outside in self._pairs:
             if inside is result:
                 return outside
-        return tensors.wide(result)
+        return exact_values.to_float32_with_notes(result)
 
     def run(self, inputs: Any, operation_fn: Callable) -> Any:
         """Runs the parts, and returns the results in their own dtypes."""
@@ -107,7 +107,10 @@ class Part:
         for node in self._nodes:
             values.update(layers.run_node(node, values, operation_fn))
         made = [values[key] for key in self.gives]
-        return [(tensors.wide(x), tensors.float_dtype(x)) for x in made]
+        return [
+            (exact_values.to_float32_with_notes(x), tensors.float_dtype(x))
+            for x in made
+        ]
 
 
 def _narrow(tensor: Any, dtype: str) -> Any:

@@ -18,7 +18,7 @@ from tfmix._keras import (
     layers,
 )
 from tfmix._keras import variables as keras_variables
-from tfmix.ops import tensors
+from tfmix.ops import exact_values, tensors
 
 _TENSORFLOW = keras.backend.backend() == "tensorflow"
 if _TENSORFLOW:
@@ -120,9 +120,7 @@ def call_inside(
         is_traced = any(map(compilation.is_symbolic, values))
         if not is_traced or not layers.is_built(model):
             return call(*args, **kwargs)
-        floats, losses, rest = jax_border.call(
-            function, values, overwritten
-        )
+        floats, losses, rest = jax_border.call(function, values, overwritten)
     return _finished(model, inputs.scope, floats, losses, rest)
 
 
@@ -214,7 +212,7 @@ def _values(model: keras.Model, inputs: _Inputs) -> list:
     gradients have to be among them.
     """
     values = [
-        *map(_copied, map(tensors.uncast, inputs.given)),
+        *map(_copied, map(exact_values.before_cast, inputs.given)),
         *(inputs.states[key] for key in inputs.mapped),
     ]
     if _TENSORFLOW:
@@ -398,7 +396,10 @@ def _taken_off(model: keras.Model, before: Attributes) -> Attributes:
         else:
             del container[key]
     return {
-        place: (container, tensors.map_leaves(nest, tensors.wide))
+        place: (
+            container,
+            tensors.map_leaves(nest, exact_values.to_float32_with_notes),
+        )
         for place, (container, nest) in left.items()
     }
 
@@ -434,11 +435,11 @@ def _with_arrays(nest: Any, given: list, values: Iterable) -> Any:
         if not _is_argument(array):
             return array
         before, value = next(pairs)
-        if tensors.uncast(before) is before:
+        if exact_values.before_cast(before) is before:
             return value
         # Exact numbers are rounded here, as they are where the model begins.
         cast = keras.ops.cast(value, before.dtype)
-        tensors.note_uncast(before, cast, value)
+        exact_values.note_cast(before, cast, value)
         return cast
 
     return _rebuilt(nest, replaced)

@@ -9,7 +9,7 @@ import keras
 
 from tfmix._keras import global_state, layer_methods, layers
 from tfmix.gradient_scaling import heads, model_call
-from tfmix.ops import tensors
+from tfmix.ops import exact_values, tensors
 from tfmix.policy import layer_dtypes
 from tfmix.step import guard
 
@@ -72,7 +72,7 @@ class Outputs:
 
     def _in_float32(self, *args: Any, **kwargs: Any) -> Any:
         inside: Any = model_call.AS_MADE
-        wide: Callable[[Any], Any] = tensors.wide
+        wide: Callable[[Any], Any] = exact_values.to_float32_with_notes
         if self.parts:
             is_float16 = self._is_float16()
             inside = heads.Results(self._model, self.parts, is_float16)

@@ -547,7 +547,7 @@ class LossScaleOptimizer(
         scale = self.current_scale()
 
         def scaled(value: Any) -> Any:
-            value = tensors.widen(ops.convert_to_tensor(value))
+            value = tensors.to_float32(ops.convert_to_tensor(value))
             return ops.multiply(value, ops.cast(scale, value.dtype))
 
         return tree.map_structure(scaled, loss)

@@ -26,12 +26,23 @@ if _ON_JAX:
     }
 
 
-def noting(activation: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns an op that notes its input on its output."""
+# The ops that note their input.
+ACTIVATIONS = ("softmax", "sigmoid")
+
+
+def noting(activation: Callable[..., Any], is_active: Callable) -> Callable:
+    """Returns an op that notes its input on its output.
+
+    Args:
+        activation: The op.
+        is_active: Returns whether the caller is under a 16-bit policy.
+    """
 
     @functools.wraps(activation)
     def compute(x: Any, **axis: Any) -> Any:
         result = activation(x, **axis)
+        if not is_active():
+            return result
         if _ON_JAX:
             note = {_key(activation.__name__, result, **axis): x}
             global_state.put_note(result, global_state.LOGITS, note)
@@ -40,10 +51,6 @@ def noting(activation: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return compute
-
-
-# Makers of the ops that note their input.
-ACTIVATIONS = dict.fromkeys(("softmax", "sigmoid"), noting)
 
 
 def recovering(loss: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,6 +1,5 @@
-"""Finds the 16-bit tensors in a nest, and their values before a cast."""
+"""Finds the 16-bit tensors in a nest, and casts them."""
 
-import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator
@@ -9,11 +8,7 @@ from typing import Any
 import keras
 
 from tfmix import _formats
-from tfmix._keras import compilation, global_state, gradients, layers
-
-# A 16-bit tensor carries this note: its value before a layer or a rule rounded
-# it, or how to compute that (`float32_values`).
-UNCAST = "_tfmix_uncast"
+from tfmix._keras import compilation
 
 
 def float_dtype(value: Any) -> str:
@@ -26,8 +21,9 @@ def float_dtype(value: Any) -> str:
         name = _float_dtype(kind, dtype)
     except (TypeError, ValueError):
         return ""
-    # Layers and metrics have a dtype too, but no shape.
-    return name if has_shape(value) else ""
+    # Layers and metrics have a dtype too, but no shape. A tensor's own shape
+    # may have to be made.
+    return name if hasattr(kind, "shape") or hasattr(value, "shape") else ""
 
 
 def has_shape(value: Any) -> bool:
@@ -55,12 +51,12 @@ def is_16_bit(value: Any) -> bool:
 
 def holds_16_bit(nest: Any) -> bool:
     """Returns whether a tensor of a nest is 16-bit."""
-    return any(map(is_16_bit, _leaves(nest)))
+    return any(map(is_16_bit, leaves(nest)))
 
 
 def only_16_bit(nest: Any) -> str | None:
     """Returns the 16-bit dtype all float tensors of a nest share, else None."""
-    seen = {float_dtype(leaf) for leaf in _leaves(nest)} - {""}
+    seen = {float_dtype(leaf) for leaf in leaves(nest)} - {""}
     alike = len(seen) == 1 and seen <= set(_formats.SIXTEEN_BIT)
     return seen.pop() if alike else None
 
@@ -72,84 +68,60 @@ def snapshot(value: Any) -> Any:
     return compilation.read(value) if is_variable else value
 
 
-def widen(value: Any) -> Any:
+def cast(tensor: Any, dtype: str) -> Any:
+    """Casts a tensor, by the backend's own function."""
+    return compilation.cast(tensor, dtype)
+
+
+def to_float32(value: Any) -> Any:
     """Casts a 16-bit tensor to float32 and returns anything else unchanged."""
-    return keras.ops.cast(value, "float32") if is_16_bit(value) else value
+    return cast(snapshot(value), "float32") if is_16_bit(value) else value
 
 
 def narrow(value: Any, dtype: str) -> Any:
     """Casts a float32 tensor to a dtype and returns anything else unchanged."""
-    is_wide = float_dtype(value) == "float32"
-    return keras.ops.cast(value, dtype) if is_wide else value
+    return cast(value, dtype) if float_dtype(value) == "float32" else value
 
 
-def narrow_once(value: Any, dtype: str) -> Any:
-    """Casts as `narrow`; a scalar keeps its float32 value for `wide`.
+def finite(value: Any, dtype: str) -> Any:
+    """Casts a float32 tensor; finite numbers stay finite.
 
-    So a large penalty that was summed in float32 reaches `add_loss` unchanged.
+    Numbers beyond the format become half of its largest value, because a score
+    may be added to them. Infinity stays infinity. Anything else is returned
+    unchanged.
     """
-    result = narrow(value, dtype)
-    if result is not value and len(value.shape) == 0:
-        # JAX arrays take no attributes. The penalty is then limited to the
-        # range of the 16-bit format.
-        with contextlib.suppress(AttributeError):
-            setattr(result, UNCAST, value)
-    return result
-
-
-def wide(value: Any) -> Any:
-    """Casts a 16-bit tensor to float32 and keeps its notes.
-
-    Masked metrics and losses of softmax heads need the mask and the logits that
-    are noted on the 16-bit tensor.
-    """
-    if not is_16_bit(value):
+    if float_dtype(value) != "float32":
         return value
-    is_scalar = getattr(value, "ndim", None) == 0
-    result = getattr(value, UNCAST, None) if is_scalar else None
-    if float_dtype(result) != "float32":
-        result = keras.ops.cast(value, "float32")
-    global_state.copy_notes(value, result, widen)
-    return result
+    limit = _formats.limits(dtype).max
+    beyond = keras.ops.logical_and(
+        keras.ops.isfinite(value), keras.ops.abs(value) > limit
+    )
+    within = keras.ops.where(beyond, keras.ops.sign(value) * (limit / 2), value)
+    return cast(within, dtype)
 
 
-def note_uncast(source: Any, converted: Any, tensor: Any) -> None:
-    """Notes the tensor before a cast, and copies the mask of its source."""
-    global_state.put_note(converted, UNCAST, tensor)
-    layers.copy_mask(source, converted)  # Keras 3.12 loses it in a cast
+def not_zero(value: Any, dtype: str) -> Any:
+    """Replaces what a cast would round to zero by the smallest normal number.
+
+    Some processors read smaller numbers as zero. The gradient is that of the
+    cast.
+    """
+    if float_dtype(value) != "float32":
+        return value
+    ops, limits = keras.ops, _formats.limits(dtype)
+    size = ops.abs(value)
+    lost = ops.logical_and(size > 0, size <= limits.smallest / 2)
+    moved = ops.where(lost, ops.sign(value) * limits.tiny - value, 0.0)
+    return value + ops.stop_gradient(moved)
 
 
-def uncast(x: Any) -> Any:
-    """Returns a tensor as it was before a layer cast it, else the tensor."""
-    original = None
-    if keras.ops.is_tensor(x) or isinstance(x, keras.KerasTensor):
-        original = global_state.note(x, UNCAST)
-    if not hasattr(original, "dtype"):
-        return x
-    if keras.backend.backend() != "tensorflow" or not keras.ops.is_tensor(x):
-        return original
-    # A tape inside `call` may watch the argument of `call`, which is the cast.
-    exact = gradients.by_way_of(x, original)
-    if exact is not original:
-        layers.copy_mask(original, exact)
-    return exact
-
-
-def exact(value: Any) -> Any:
-    """Returns a float tensor in float32, from before a cast if known."""
-    value = uncast(value)
-    if float_dtype(value) == "float64":
-        return keras.ops.cast(value, "float32")
-    return wide(value)
-
-
-def _leaves(nest: Any) -> Iterator[Any]:
+def leaves(nest: Any) -> Iterator[Any]:
     """Yields the leaves of lists, tuples and dicts."""
     if not isinstance(nest, list | tuple | dict):
         yield nest
         return
     for inner in nest.values() if isinstance(nest, dict) else nest:
-        yield from _leaves(inner)
+        yield from leaves(inner)
 
 
 def map_leaves(nest: Any, function: Callable[[Any], Any]) -> Any:

@@ -172,7 +172,7 @@ def _on_values(function: Callable[[Any], Any], tensor: Any) -> Any:
 def widened(gradient: Any) -> Any:
     """Returns a gradient, dense or sparse, in float32 if it was 16-bit."""
     narrow = keras_variables.is_narrow(gradient)
-    return _on_values(tensors.widen, gradient) if narrow else gradient
+    return _on_values(tensors.to_float32, gradient) if narrow else gradient
 
 
 def norm(true: Sequence, variables: Sequence) -> Any:

@@ -1,0 +1,61 @@
+"""Lists every name that is replaced in the process, with its maker and why.
+
+`stand_ins` replaces the ops behind `keras.ops` and the operators of tensors
+while a 16-bit policy is active, and the methods below. `global_policy` replaces
+what says which policy a new layer gets, and `record` Keras's `compile`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from tfmix._keras import gradients, layers, op_places, penalties
+from tfmix.autocast import bare_optimizers, fallback
+from tfmix.ops import (
+    attention,
+    exact_values,
+    recomputation,
+    stand_ins,
+    weights,
+)
+from tfmix.ops.stand_ins import Method
+
+
+def _recomputed(original: Callable) -> Any:
+    return recomputation.alike(original, stand_ins.block_as_now)
+
+
+def methods() -> list[Method]:
+    """Lists the methods that are replaced while a 16-bit policy is active."""
+    return [
+        # A copy of a variable knows its float32 source.
+        Method(layers.AUTOCAST, weights.autocast),
+        # A loop would keep float32 sums of all its steps.
+        Method(layers.LOOP, weights.loop),
+        # A layer's state is what float32 computes.
+        Method(layers.ASSIGN, fallback.assigning_exactly),
+        # Regularizers and added losses exceed float16.
+        *(
+            Method(place, exact_values.with_float32_arguments)
+            for place in penalties.PLACES
+        ),
+        # A step whose gradients are not finite is skipped.
+        *(
+            Method(place, bare_optimizers.applying)
+            for place in bare_optimizers.places()
+        ),
+        # A user's gradient runs after the layer's call, under its settings.
+        *(
+            Method(place, _recomputed, always=True)
+            for place in recomputation.PLACES
+        ),
+        # A graph that was traced without a tape has no border.
+        *(
+            Method(place, gradients.traced_for_gradients, always=True)
+            for place in gradients.TRACE
+        ),
+        # With dropout, attention layers do not call the op.
+        *(
+            Method(place, attention.attention_in_float32, op_places.ATTENTION)
+            for place in op_places.ATTENTION_METHODS
+        ),
+    ]

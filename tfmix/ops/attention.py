@@ -1,0 +1,61 @@
+"""Attention of 16-bit queries with a softmax of float32 logits."""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+from tfmix._keras import compilation, op_places
+from tfmix.ops import compute, tensors
+
+
+def attended(call: compute.Call) -> Any:
+    """Computes `dot_product_attention` where a rule asks for float32.
+
+    TensorFlow's own kernels return 16-bit logits for 16-bit queries. A cast
+    before them would keep a GPU from using its Tensor Cores. So the queries are
+    scaled before the product, where it would overflow, rather than the logits
+    after it.
+    """
+    if not call.is_ruled or not compilation.by_gpu_kernels():
+        call.is_ruled = call.is_ruled and not op_places.has_float32_logits()
+        return compute.usual(call)
+    call.look()
+    bound = inspect.signature(call.op.original).bind(*call.args, **call.kwargs)
+    given = bound.arguments
+    scale = given.get("scale")
+    if scale is None:
+        scale = 1.0 / math.sqrt(given["key"].shape[-1])
+    is_half = tensors.float_dtype(given["query"]) == "float16"
+    if is_half and isinstance(scale, int | float) and scale > 0:
+        # A power of two rounds nothing. Logits may reach a million.
+        power = 2.0 ** (math.floor(math.log2(scale)) - 4)
+        given["query"] = given["query"] * power
+        given["scale"] = scale / power
+    return call.op.run(bound.args, bound.kwargs)
+
+
+def attention_in_float32(method: Callable) -> Callable:
+    """Makes a layer's own attention compute as the op's rule does.
+
+    Logits of 16-bit queries and keys overflow float16 there, too.
+    """
+    signature = inspect.signature(method)
+
+    @functools.wraps(method)
+    def attend(self: Any, *args: Any, **kwargs: Any) -> Any:
+        source = tensors.only_16_bit((args, kwargs))
+        bound = signature.bind(self, *args, **kwargs).arguments
+        if source is None or not op_places.writes_out(self, bound):
+            return method(self, *args, **kwargs)
+        if source == "bfloat16" and compilation.by_gpu_kernels():
+            # Its logits have float32's range.
+            return method(self, *args, **kwargs)
+        with op_places.float32_softmax(self):
+            args, kwargs = tensors.map_leaves((args, kwargs), compute.widened)
+            result = method(self, *args, **kwargs)
+        narrow = functools.partial(tensors.narrow, dtype=str(source))
+        return tensors.map_leaves(result, narrow)
+
+    return attend

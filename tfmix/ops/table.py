@@ -1,0 +1,117 @@
+"""What is particular about single ops: one row for each, with its reason.
+
+An op without a row computes as `compute` says for all.
+"""
+
+from tfmix.ops import attention, compute, weights
+from tfmix.ops.compute import Op
+
+USUAL = Op()
+
+# A sum computes in float32 what 16 bit would lose.
+_SUM = Op(begins="sum")
+# The results can be small or large for arguments that are neither.
+_CURVE = Op(begins="curve")
+# The argument is a probability p, or 1 - p, which 16 bit rounds; or the op
+# multiplies a gradient that may be beyond float16 by 0.
+_FLAT = Op(begins="flat")
+# The derivative is unbounded near 0, for some near 1 as well.
+_ROOT = Op(asks=(0,))
+# A number beside a tensor is a choice, or a bound.
+_CHOICE = Op(begins="flat", number="term")
+_QUOTIENT = Op(number="factor", asks=(1,))
+# A number makes a tensor of a dtype.
+_FILL = Op(number="term")
+_CAST = Op(number="term", way=compute.converted)
+# The gradient of a weight among inputs is a part of the result's.
+_JOIN = Op(by_weight=weights.joined)
+# A note would keep a larger tensor than the result.
+_POOL = Op(passes="lost")
+
+
+def _product(axes_of: weights.Axes, begins: str = "") -> Op:
+    """Returns the row of a product, which drops what is known of its factors.
+
+    A small number is one of many in its sums.
+    """
+    by_weight = weights.product(axes_of)
+    return Op(passes="", begins=begins, by_weight=by_weight)
+
+
+def _convolution() -> Op:
+    return Op(passes="", by_weight=weights.convolved)
+
+
+OPS: dict[str, Op] = {
+    # Sums and products with a weight, element by element.
+    "add": Op(number="term", biases=True, by_weight=weights.summed(1, 1)),
+    "subtract": Op(number="term", biases=True, by_weight=weights.summed(1, -1)),
+    "multiply": Op(
+        number="factor", begins="square", by_weight=weights.multiplied
+    ),
+    # Products of matrices, and convolutions.
+    "matmul": _product(weights.of_matmul),
+    "dot": _product(weights.of_dot, begins="square"),
+    "inner": _product(weights.of_inner, begins="square"),
+    "tensordot": _product(weights.of_tensordot),
+    "einsum": _product(weights.of_einsum, begins="square"),
+    "conv": _convolution(),
+    "depthwise_conv": _convolution(),
+    "conv_transpose": _convolution(),
+    "separable_conv": Op(passes="", way=weights.separated),
+    "dot_product_attention": Op(
+        passes="", by_weight=weights.joined, way=attention.attended
+    ),
+    # Its result has the dtype of its input, whatever its statistics have.
+    "batch_normalization": Op(way=compute.normalized),
+    # It runs a function of its caller.
+    "vectorized_map": Op(way=compute.mapped),
+    # A lookup.
+    "take": Op(way=weights.looked_up),
+    **dict.fromkeys(
+        ("concatenate", "stack", "append", "hstack", "vstack", "dstack"), _JOIN
+    ),
+    # Quotients, roots and norms.
+    **dict.fromkeys(("divide", "divide_no_nan", "true_divide"), _QUOTIENT),
+    "power": Op(begins="power", asks=(0,)),
+    **dict.fromkeys(
+        (
+            *("log", "log2", "log10", "log1p", "sqrt", "rsqrt", "reciprocal"),
+            *("cbrt", "norm", "normalize", "std", "erfinv"),
+            *("arccos", "arccosh", "arcsin", "arctanh"),
+        ),
+        _ROOT,
+    ),
+    "arctan2": Op(asks=(0, 1)),
+    # Sums.
+    **dict.fromkeys(
+        ("sum", "mean", "var", "average", "prod", "segment_sum", "moments"),
+        _SUM,
+    ),
+    "vdot": Op(begins="square"),
+    **dict.fromkeys(("square", "exp", "exp2", "expm1", "cumprod"), _CURVE),
+    # Saturating and flat functions, choices and bounds.
+    **dict.fromkeys(
+        (
+            *("softmax", "sigmoid", "tanh", "softplus", "hard_sigmoid"),
+            *("relu", "relu6", "abs", "absolute"),
+        ),
+        _FLAT,
+    ),
+    **dict.fromkeys(("maximum", "minimum", "clip", "where"), _CHOICE),
+    # These make tensors of a dtype.
+    **dict.fromkeys(("array", "full", "full_like"), _FILL),
+    **dict.fromkeys(("cast", "convert_to_tensor"), _CAST),
+    **dict.fromkeys(
+        (
+            *("max_pool", "average_pool"),
+            *("adaptive_max_pool", "adaptive_average_pool"),
+        ),
+        _POOL,
+    ),
+}
+
+
+def of(name: str) -> Op:
+    """Returns what is particular about an op."""
+    return OPS.get(name, USUAL)

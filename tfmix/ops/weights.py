@@ -1,0 +1,301 @@
+"""Forms the gradients of float32 weights in float32.
+
+Keras casts a float32 variable when a 16-bit layer reads it. A product, a sum or
+a lookup with that copy would form the variable's gradient in 16 bit, where the
+sum over rows, pixels, time steps or tokens overflows or loses digits. Here each
+copy knows its float32 source, and Keras's operations return the gradient to
+that source in float32.
+"""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from tfmix._keras import (
+    compilation,
+    context_values,
+    global_state,
+    gradients,
+    layer_policies,
+    layers,
+)
+from tfmix.ops import compute, contraction, exact_values, tensors
+from tfmix.ops.compute import Call
+
+products: Any
+if keras.backend.backend() == "tensorflow":
+    from tfmix.ops import tensorflow_products
+
+    products = tensorflow_products
+else:
+    from tfmix.ops import jax_products
+
+    products = jax_products
+
+# A variable carries this: the function that multiplies by it.
+_CHOSEN = "_tfmix_chosen_product"
+
+# Takes a 16-bit tensor, the float32 weight and the contraction; returns the
+# product in the dtype of the tensor, or `None` if it does not support that.
+Multiply = Callable[[Any, Any, contraction.Contraction], Any]
+# Takes the ranks of both factors, the weight's index and the call.
+Axes = Callable[[list[int], int, Call], contraction.Contraction | None]
+
+
+def choose(variable: keras.Variable, multiply: Multiply | None) -> None:
+    """Sets the function that computes products with this variable.
+
+    `None` removes it.
+    """
+    layer_policies.put(variable, _CHOSEN, multiply)
+
+
+def autocast(original: Callable) -> Callable:
+    """Returns the function that casts variables for 16-bit layers."""
+
+    @functools.wraps(original)
+    def maybe_cast(self: Any, value: Any) -> Any:
+        casts = layers.casts_to_16_bit(self)
+        # Copies of symbols get no notes, so that ops leave them to Keras.
+        if not casts or global_state.on_shapes_only():
+            return original(self, value)
+        # The variable is read once, as the tensor that is then copied.
+        weight = compilation.read(value)
+        copy = original(self, weight)
+        multiply = getattr(self, _CHOSEN, None)
+        return exact_values.weight_copy(weight, copy, multiply)
+
+    return maybe_cast
+
+
+def loop(original: Callable) -> Callable:
+    """Returns the function that runs the time steps of a recurrent layer."""
+
+    @functools.wraps(original)
+    def inner_loop(*args: Any, **kwargs: Any) -> Any:
+        with context_values.holding(in_loop=True):
+            return original(*args, **kwargs)
+
+    return inner_loop
+
+
+# What multiplies or adds one weight and one input; the rows of `table` name it.
+
+
+def multiplied(call: Call) -> Any:
+    """Multiplies by a weight, element by element."""
+    return _combined(call, None)
+
+
+def summed(first: int, second: int) -> Callable[[Call], Any]:
+    """Returns what adds two terms, each with its sign."""
+
+    def term(call: Call) -> Any:
+        place = call.weight_at()
+        signs = (second, first) if place == 0 else (first, second)
+        return _combined(call, signs)
+
+    return term
+
+
+def _combined(call: Call, signs: tuple[int, int] | None) -> Any:
+    place = call.weight_at()
+    if place is None or not gradients.may_be_asked():
+        return call.plain()
+    function, inputs, weight = _factors(call, place)
+    return products.combined(
+        function,
+        inputs,
+        weight,
+        signs=signs,
+        in_loop=context_values.block.get().in_loop,
+    )
+
+
+def _factors(call: Call, place: int) -> tuple[Callable, Any, Any]:
+    """Returns an op as a function of input and weight, and both of these."""
+    copy, inputs = call.tensors[place], call.tensors[1 - place]
+    function = call.with_factors(inputs, copy)
+    return function, inputs, exact_values.weight_of(copy)
+
+
+def product(axes_of: Axes) -> Callable[[Call], Any]:
+    """Returns what multiplies by a weight, and sums some axes."""
+
+    def multiply(call: Call) -> Any:
+        place = call.weight_at()
+        is_asked = gradients.may_be_asked()
+        if place is None:
+            # Products of several factors keep the format.
+            return call.plain()
+        own = call.exact[place].multiply  # type: ignore[union-attr]
+        if own is None and not is_asked:
+            return call.plain()
+        function, inputs, weight = _factors(call, place)
+        axes = axes_of(_ranks(inputs, weight, place), place, call)
+        result = own and axes and own(inputs, weight, axes)
+        if result is not None:
+            return result
+        if not is_asked:
+            return call.plain()
+        if axes is None:
+            return _combined(call, None)
+        in_loop = context_values.block.get().in_loop
+        return products.contracted(
+            function, inputs, weight, axes, in_loop=in_loop
+        )
+
+    return multiply
+
+
+def _ranks(inputs: Any, weight: Any, place: int) -> list[int]:
+    ranks = [len(inputs.shape), len(weight.shape)]
+    return ranks if place else ranks[::-1]
+
+
+def of_matmul(ranks: list[int], place: int, call: Call) -> Any:
+    """Returns the axes of `matmul`; `None` if it repeats stacks of matrices."""
+    first, second = (tuple(x.shape) for x in call.tensors)
+    if min(ranks) > 2 and first[:-2] != second[:-2]:
+        return None
+    return contraction.of_matmul(ranks, place)
+
+
+def of_dot(ranks: list[int], place: int, call: Call) -> Any:
+    """Returns the axes of `dot`."""
+    del call
+    return contraction.of_dot(ranks, place)
+
+
+def of_inner(ranks: list[int], place: int, call: Call) -> Any:
+    """Returns the axes of `inner`, which sums the last of both factors."""
+    del call
+    if 0 in ranks:
+        return None
+    return contraction.of_tensordot(ranks, (-1, -1), place)
+
+
+def of_tensordot(ranks: list[int], place: int, call: Call) -> Any:
+    """Returns the axes of `tensordot`."""
+    axes = call.kwargs.get("axes", call.args[2] if len(call.args) > 2 else 2)
+    return contraction.of_tensordot(ranks, axes, place)
+
+
+def of_einsum(ranks: list[int], place: int, call: Call) -> Any:
+    """Returns the axes of an `einsum`."""
+    return contraction.of_einsum(call.args[0], ranks, place)
+
+
+def convolved(call: Call) -> Any:
+    """Convolves with a filter."""
+    place = call.weight_at()
+    if place != 1:
+        return _combined(call, None)
+    if not gradients.may_be_asked():
+        return call.plain()
+    function, inputs, weight = _factors(call, place)
+    original = call.op.original
+    bound = inspect.signature(original).bind(*call.args, **call.kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    last = _channels_last(given["data_format"])
+    is_transposed = "output_padding" in given
+    if not is_transposed and _is_pointwise(original, inputs, weight, last):
+        return _pointwise(function, inputs, weight, given["strides"], last)
+
+    def positions(inputs: Any, outputs: Any) -> Any:
+        # A filter is multiplied once for each of these positions.
+        shape = list(inputs if is_transposed else outputs)
+        shape.pop(-1 if last else 1)
+        return math.prod(shape)
+
+    return products.convolved(function, inputs, weight, positions)
+
+
+def _channels_last(data_format: str | None) -> bool:
+    wanted = data_format or keras.config.image_data_format()
+    return wanted.lower() == "channels_last"
+
+
+def _is_pointwise(
+    original: Callable, inputs: Any, weight: Any, last: bool
+) -> bool:
+    """Returns whether a convolution is a product of matrices."""
+    channels = inputs.shape[-1 if last else 1]
+    return (
+        original.__name__ == "conv"
+        and all(size == 1 for size in weight.shape[:-2])
+        and channels == weight.shape[-2]
+    )
+
+
+def _pointwise(
+    function: Callable, inputs: Any, weight: Any, strides: Any, last: bool
+) -> Any:
+    rank = len(inputs.shape) - 2
+    kernel_shape = tuple(weight.shape)
+    strides = (strides,) * rank if isinstance(strides, int) else tuple(strides)
+    steps = tuple(slice(None, None, stride) for stride in strides)
+
+    def used(inputs: Any) -> Any:
+        if last:
+            return inputs[(slice(None), *steps)]
+        return inputs[(slice(None), slice(None), *steps)]
+
+    spatial = "abc"[:rank]
+    letters = [f"n{spatial}i", f"n{spatial}o"]
+    if not last:
+        letters = [f"ni{spatial}", f"no{spatial}"]
+    axes = contraction.Contraction(letters[0], "io", letters[1])
+    return products.contracted(
+        lambda x, w: function(x, keras.ops.reshape(w, kernel_shape)),
+        inputs,
+        keras.ops.reshape(weight, kernel_shape[-2:]),
+        axes,
+        **({"used": used} if any(stride > 1 for stride in strides) else {}),
+    )
+
+
+# Ways of single ops.
+
+
+def separated(call: Call) -> Any:
+    """Computes a separable convolution with weights as two convolutions."""
+    call.look()
+    if all(exact_values.weight_of(x) is None for x in call.tensors):
+        return compute.usual(call)
+    signature = inspect.signature(call.op.original)
+    bound = signature.bind(*call.args, **call.kwargs)
+    bound.apply_defaults()
+    given = dict(bound.arguments)
+    pointwise = given.pop("pointwise_kernel")
+    kernel = given.pop("depthwise_kernel")
+    inner = keras.ops.depthwise_conv(kernel=kernel, **given)
+    return keras.ops.conv(inner, pointwise, data_format=given["data_format"])
+
+
+def looked_up(call: Call) -> Any:
+    """Takes rows of a weight; TensorFlow reads only those."""
+    table = call.args[0]
+    if isinstance(table, keras.Variable) and layers.casts_to_16_bit(table):
+        if global_state.on_shapes_only():
+            return call.as_it_came()
+        dtype = table.dtype
+        with layers.autocast(None):
+            rows = call.as_it_came()
+        return tensors.narrow(rows, dtype)
+    weight = exact_values.weight_of(table)
+    if weight is None:
+        return compute.usual(call)
+    # A note would keep all rows in float32.
+    rows = call.op.run((weight, *call.args[1:]), call.kwargs)
+    return tensors.narrow(rows, tensors.float_dtype(table))
+
+
+def joined(call: Call) -> Any:
+    """Places a weight beside inputs, which sums no gradients."""
+    return call.plain()
