@@ -14,6 +14,7 @@ from keras import layers, ops
 import tfmix
 from tests import helpers, test_docs
 from tests.tree import ROOT
+from tfmix._keras import version
 
 pytestmark = helpers.requires_backend("tensorflow")
 
@@ -297,7 +298,11 @@ def test_each_row_of_the_table_is_true(row, page, tmp_path, monkeypatch):
     (file,) = [tmp_path / x for x in name if (tmp_path / x).exists()]
     files = [x for x in file.rglob("*") if x.is_file()] or [file]
     size = sum(x.stat().st_size for x in files) / 1000
-    assert size == pytest.approx(int(kilobytes), rel=0.05)
+    expected = int(kilobytes)
+    if not file.suffix and version.numbers(keras.__version__) >= (3, 16):
+        # It writes the weights of a SavedModel once, and no longer twice.
+        expected /= 2
+    assert size == pytest.approx(expected, rel=0.05)
     if within != "not run":
         found = RUN.get(file.suffix, saved)(file)(page["x"])
         assert found.dtype == "float32"

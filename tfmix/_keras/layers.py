@@ -189,7 +189,8 @@ def rematerialize_anew(layer: keras.Layer) -> None:
         static = {k: v for k, v in kwargs.items() if isinstance(v, bool)}
 
         def of_static(*args: Any, **kwargs: Any) -> Any:
-            return call(*args, **kwargs, **static)
+            # Keras 3.16 keeps `training` static as well, and passes it here.
+            return call(*args, **{**kwargs, **static})
 
         rematerialized = original(of_static, *args, **kwargs)
 
