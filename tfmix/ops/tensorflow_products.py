@@ -75,11 +75,6 @@ def contracted(
     """
     is_eager = tf.executing_eagerly()
 
-    def of_inputs(upstream: Any, narrow: Any) -> Any:
-        if used is None and is_eager:
-            return _product(upstream, narrow, axes.of_inputs)
-        return _pulled(lambda x: function(x, narrow), inputs, upstream)
-
     def multiplied(inputs: Any, upstream: Any, narrow: Any = None) -> Any:
         # In eager mode the other way computes the result once more.
         if narrow is not None:
@@ -97,7 +92,7 @@ def contracted(
         factors = [inputs, upstream, narrow]
         return _summed(multiplied, factors[: 2 if is_eager else 3], count)
 
-    return _with_gradients(function, inputs, weight, of_inputs, of_weight)
+    return _with_gradient(function, inputs, weight, of_weight)
 
 
 @_on_local
@@ -117,9 +112,6 @@ def convolved(
         The result of `function` for the inputs and the rounded weight.
     """
 
-    def of_inputs(upstream: Any, narrow: Any) -> Any:
-        return _pulled(lambda x: function(x, narrow), inputs, upstream)
-
     def multiplied(inputs: Any, upstream: Any, narrow: Any) -> Any:
         return _pulled(lambda w: function(inputs, w), narrow, upstream)
 
@@ -131,7 +123,7 @@ def convolved(
         divided = int(compilation.by_xla())
         return _summed(multiplied, factors, count, divided=divided)
 
-    return _with_gradients(function, inputs, weight, of_inputs, of_weight)
+    return _with_gradient(function, inputs, weight, of_weight)
 
 
 @_on_local
@@ -158,25 +150,16 @@ def combined(
     """
     del in_loop
 
-    # In eager mode the other way computes the result once more.
-    is_eager = tf.executing_eagerly()
-
-    def of_inputs(upstream: Any, narrow: Any) -> Any:
-        # A loop would keep what `_pulled` reads, for its dead result.
-        is_whole = inputs.shape.as_list() == upstream.shape.as_list()
-        if signs is not None and (is_eager or is_whole):
-            return _of_term(upstream, inputs, signs[0])
-        return _pulled(lambda x: function(x, narrow), inputs, upstream)
-
     def of_weight(upstream: Any, narrow: Any) -> Any:
         if signs is not None and _adds_rows(weight, upstream):
             total = _row_sum(upstream, narrow)
             return -total if signs[1] < 0 else total
-        if is_eager and signs is not None:
+        if signs is not None and tf.executing_eagerly():
+            # The other way computes the result once more.
             return _of_term(_wide(upstream), weight, signs[1])
         return _of_wide_weight(function, inputs, weight, upstream)
 
-    return _with_gradients(function, inputs, weight, of_inputs, of_weight)
+    return _with_gradient(function, inputs, weight, of_weight)
 
 
 def _of_term(upstream: Any, term: Any, sign: int) -> Any:
@@ -289,23 +272,41 @@ def _reciprocal(power: Any, dtype: Any) -> Any:
     return make(1.0 / power, dtype)
 
 
-def _with_gradients(
-    function: Function,
-    inputs: Any,
-    weight: Any,
-    of_inputs: Gradient,
-    of_weight: Gradient,
+def _with_gradient(
+    function: Function, inputs: Any, weight: Any, of_weight: Gradient
 ) -> Any:
-    # A loop keeps what its gradient reads in each step: the 16-bit copy.
-    narrow = tf.cast(weight, inputs.dtype)
+    """Returns a result with TensorFlow's own gradient, but for the weight.
 
-    def both(upstream: Any) -> list:
-        with context_values.holding(rules=context_values.NO_RULES):
-            return [of_inputs(upstream, narrow), of_weight(upstream, narrow)]
+    Who walks through a graph or replaces gradients meets the operations of the
+    forward pass.
 
+    Args:
+        function: Computes the result.
+        inputs: Tensor of a 16-bit dtype.
+        weight: Float32 tensor.
+        of_weight: Returns the gradient of the weight.
+    """
     with gradients.unrecorded():
+        narrow = tf.cast(weight, inputs.dtype)
+    if not tf.executing_eagerly():
+        result = function(inputs, tf.stop_gradient(narrow))
+    else:
         result = function(inputs, narrow)
-    (result,) = gradients.replaced([result], [inputs, weight], [], both)
+        if not gradients.reach(weight):
+            return result
+
+    def of_all(upstream: Any) -> list:
+        with context_values.holding(rules=context_values.NO_RULES):
+            total = of_weight(upstream, narrow)
+            if not gradients.is_recorded():
+                return [upstream, None, total]
+            # The gradient of this one needs to know the weight.
+            again = tf.cast(weight, inputs.dtype)
+            pulled = _pulled(lambda x: function(x, again), inputs, upstream)
+            return [None, pulled, total]
+
+    sources = [result, inputs, weight]
+    (result,) = gradients.replaced([result], sources, [], of_all)
     return result
 
 
