@@ -476,6 +476,8 @@ def test_a_repeated_comparison_takes_turns(tmp_path, monkeypatch, capsys):
     assert launcher(["train.py"], None, "float32", repeat=2) == 0
     turns = [(policy, is_asked) for policy, is_asked, _ in begun]
     assert turns == [("float32", True), ("auto", False)] * 2
+    then = [settings.get("then") for *_, settings in begun]
+    assert then == [("auto", False), None, None, None]
     # The last run has the reports of all others, in their order.
     before = [f"{tmp_path}/{number}.json" for number in (1, 2, 3)]
     assert begun[-1][-1]["before"] == before

@@ -57,7 +57,10 @@ def run(
     for number, (name, is_asked) in enumerate(first, 1):
         _announce(number, len(first) + 1, name)
         files.append(str(folder / f"{number}.json"))
-        quiet = {"file": files[-1], "is_quiet": True, "then": asked}
+        quiet = {"file": files[-1], "is_quiet": True}
+        if number == 1:
+            # It ends before its first step if the next one is in its policy.
+            quiet["then"] = asked
         code = _wait(words, name, is_asked, quiet)
         report = _read(files[-1])
         if "refused" in report:
