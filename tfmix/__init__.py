@@ -35,7 +35,7 @@ from tfmix.loss_scaling.rules import DynamicLossScale as DynamicLossScale
 from tfmix.loss_scaling.rules import FixedLossScale as FixedLossScale
 from tfmix.loss_scaling.rules import NoLossScale as NoLossScale
 from tfmix.policy.policy import Policy as Policy
-from tfmix.step.all_finite import all_finite as all_finite
+from tfmix.step.finite import all_finite as all_finite
 from tfmix.step.guard import guard as guard
 
 _model.report_skips(_skip_report.fit)

@@ -13,7 +13,7 @@ from tests.hardware.programs import skip_without
 from tfmix._keras import compilation
 from tfmix.hardware import compiled_text, compilers, lowering
 from tfmix.hardware import target as targets
-from tfmix.step import all_finite, apply_if_finite
+from tfmix.step import finite
 
 FEW, MANY = compiled_steps.FEW_LARGE, compiled_steps.MANY_SMALL
 
@@ -157,12 +157,10 @@ def test_a_separate_check_per_gradient_is_caught(monkeypatch):
         monkeypatch.setattr(compilation, "by_xla", lambda: False)
     else:
         monkeypatch.setattr(
-            all_finite, "_not_finite_of_a_shape", all_finite.VARIANTS["default"]
+            finite, "_not_finite_of_a_shape", finite.VARIANTS["default"]
         )
         # JAX may have traced the other variant.
-        monkeypatch.setattr(
-            apply_if_finite, "_not_finite", all_finite.not_finite
-        )
+        monkeypatch.setattr(finite, "_not_finite", finite.not_finite)
     with pytest.raises(AssertionError, match="too many kernels"):
         check(*compiled(FEW, "h200"), 7 + 10)
 

@@ -25,7 +25,7 @@ from tfmix._keras import variables as keras_variables
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.loss_scaling import rules, standstill
 from tfmix.optimizers import sixteen_bit_optimizer
-from tfmix.step import apply_if_finite, replicas, step_outcome, unscale
+from tfmix.step import finite, guard, replicas, take
 
 # The arguments of these methods.
 _ORDER = "grads", "trainable_variables"
@@ -166,9 +166,7 @@ def applying(original: Callable) -> Callable:
         of_call = functools.partial(_arguments.of_call, _ORDER, args, kwargs)
         grads, variables = of_call("grads", ()), of_call("trainable_variables")
         is_mine = not (
-            apply_if_finite.is_chosen()
-            or self.loss_scale_factor
-            or self in _left_alone
+            finite.is_chosen() or self.loss_scale_factor or self in _left_alone
         )
         # Keras refuses gradients without variables before the build.
         is_early = variables is None and not self.built
@@ -191,19 +189,18 @@ def _apply(
         replicas.once_for_all(build, first)
     known = optimizers.remembered(optimizer)
     these = list(known if variables is None else variables)
-    step_outcome.note_update(these)
-    grads = replicas.sum_gradients(grads, these)
+    guard.note_update(these)
     skips = _skips[optimizer]
-    used = [*optimizer.variables, *known]
-    with replicas.one_replica([*used, *skips.variables], optimizer):
-        true = unscale.in_float32(grads, these)
-        local = [*map(keras_variables.local, these)]
-        update = functools.partial(original, optimizer, true, local)
-        checked = unscale.narrow_if_dense(grads, true)
-        applied, bad = apply_if_finite.apply_if_finite(checked, update, used)
-        bad = apply_if_finite.by_variable(bad, optimizer, these)
-        skips.count(applied, bad)
-    step_outcome.report(applied)
+    applied = take.take(
+        optimizer,
+        grads,
+        these,
+        functools.partial(original, optimizer),
+        assigned=[*optimizer.variables, *known],
+        counters=skips.variables,
+        count=lambda applied, bad, *_: skips.count(applied, bad),
+    )
+    guard.report(applied)
 
 
 def _build(optimizer: Any, variables: Sequence) -> None:

@@ -1,8 +1,7 @@
 """The power of two that scales gradients inside a model."""
 
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from keras import ops
@@ -16,9 +15,6 @@ _BIAS, _MANTISSA = 127, 23
 # reaches its layer, and a kernel gets that sum times its inputs. Float16 ends
 # at 2^16, so either may still grow by 2^4.
 _LARGEST_SUM = 2.0**12
-# Operations that only explain why a gradient is not finite run for gradients of
-# at most this size. XLA fuses them, so it has no limit.
-_SMALL = 4096
 
 
 class Power(NamedTuple):
@@ -72,59 +68,3 @@ def of(gradients: Sequence, losses: Sequence, factor: Any) -> Power:
     # The division comes last: XLA computes it once, but repeats a selection in
     # each kernel.
     return Power(up, 1.0 / ops.where(is_finite, up, float("nan")))
-
-
-def become_infinite(gradients: Sequence) -> list[bool]:
-    """Returns which gradients say why they are not finite.
-
-    `blames_data` reads that from them. A border returns NaN for all gradients
-    if an incoming gradient was not finite. An overflow inside leaves as
-    infinity, or, in the other gradients, as it was computed. TensorFlow's own
-    kernels would read each gradient once more for it.
-
-    Args:
-        gradients: The gradients of a model's variables, at least one.
-    """
-    if compilation.by_xla():
-        return [True] * len(gradients)
-    small = [None in tuple(x.shape) or is_small(x) for x in gradients]
-    return small if any(small) else [True] * len(gradients)
-
-
-def is_small(gradient: Any) -> bool:
-    """Returns whether a gradient is known to hold few numbers."""
-    shape = tuple(gradient.shape)
-    return None not in shape and math.prod(shape) <= _SMALL
-
-
-def blames_data(gradients: Sequence, both: Callable) -> Any:
-    """Returns whether gradients are not finite because the loss was not.
-
-    One number of a gradient that shows the reason is enough.
-
-    Args:
-        gradients: Gradients of a model that scales them; `None` where there is
-            none.
-        both: Function of what the first and the last gradient say.
-
-    Returns:
-        Boolean scalar tensor; `False` if there is no gradient.
-    """
-    values = [getattr(g, "values", g) for g in gradients if g is not None]
-    values = [value for value in values if 0 not in tuple(value.shape)]
-    values = [
-        value
-        for value, says in zip(values, become_infinite(values), strict=True)
-        if says
-    ]
-    if not values:
-        return False
-    # The first variable gets gradients from everything after it. The last one
-    # may belong to the one head whose loss is not finite. Scalars fuse with the
-    # update of the rule, so they add no kernel. If the gradient were flattened
-    # first, a TPU would copy all of it.
-    first, last = (
-        ops.isnan(ops.reshape(value[(slice(1),) * len(value.shape)], ()))
-        for value in (values[0], values[-1])
-    )
-    return both(first, last)

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfmix._keras import compilation, context_values, gradients
 from tfmix.gradient_scaling import power
 from tfmix.ops import tensorflow_products
+from tfmix.step import gradients as unscaled_gradients
 
 # The float results of a function, the losses that were added inside, and what
 # else it returns.
@@ -163,7 +164,7 @@ class _Border:
             if n >= len(self._tensors)
         ]
         says_why = [False] * (len(values) - len(of_variables))
-        says_why += power.become_infinite(of_variables)
+        says_why += unscaled_gradients.become_infinite(of_variables)
         with _as_written():
             unscaled = _all_unscaled(by.down, values, says_why)
             for n, true in zip(kept, unscaled, strict=True):
@@ -252,7 +253,9 @@ def _all_unscaled(down: Any, values: list, says_why: Sequence) -> list:
     small = [
         n
         for n, (value, says) in enumerate(zip(values, says_why, strict=True))
-        if says and power.is_small(value) and value.dtype == tf.float32
+        if says
+        and unscaled_gradients.is_small(value)
+        and value.dtype == tf.float32
     ]
     if len(small) < 2 or not compilation.by_gpu_kernels():
         small = []

@@ -10,22 +10,67 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from tfmix import _arguments
+from tfmix import _arguments, _formats, _users_code
 from tfmix._keras import (
     checkpoints,
     compilation,
     context_values,
     optimizers,
 )
-from tfmix._keras import variables as keras_variables
-from tfmix.gradient_scaling import model_call, power
+from tfmix.gradient_scaling import model_call
 from tfmix.loss_scaling import inner_attributes, rules, saving, standstill
 from tfmix.ops import tensors
-from tfmix.step import apply_if_finite, replicas, step_outcome, unscale
+from tfmix.step import gradients, guard, replicas, take
 
 # Keras's class uses these names for a loss scale's state, so that tfmix can
 # read a checkpoint of either.
 _KERAS_NAMES = {"scale": "dynamic_scale", "good_steps": "step_counter"}
+_NOT_SCALED = (
+    "The gradients are divided by the loss scale, but the loss was not "
+    "multiplied by it, so every update is too small by that factor. Take the "
+    "gradients of the scaled loss: `scaled = optimizer.scale_loss(loss)` "
+    "inside the tape, then `tape.gradient(scaled, ...)`; or, if the gradients "
+    "are those of the loss, write optimizer.apply(grads, variables, "
+    "unscaled=True)."
+)
+
+
+class _Losses:
+    """Whether an optimizer multiplies losses by its loss scale.
+
+    Args:
+        are_scaled: Boolean. False if the models scale their gradients.
+    """
+
+    def __init__(self, are_scaled: bool) -> None:
+        self.are_scaled = are_scaled
+        # Also true after the warning that no loss was scaled.
+        self._has_scaled = False
+
+    def note(self, optimizer: Any) -> None:
+        """Notes that an optimizer has scaled a loss."""
+        self._has_scaled = True
+        if (step := guard.around()) is not None:
+            step.scaled.add(id(optimizer))
+
+    def are_gradients_scaled(self, optimizer: Any, warns: bool = False) -> bool:
+        """Returns whether the gradients are those of a scaled loss.
+
+        In a model's train step, they are if the step has scaled its loss, which
+        it may have done before the optimizer knew its variables.
+
+        Args:
+            optimizer: The optimizer.
+            warns: Whether to warn if no loss was ever scaled.
+        """
+        if (step := guard.around()) is not None:
+            return id(optimizer) in step.scaled
+        if self.are_scaled and warns and not self._has_scaled:
+            self._has_scaled = True
+            rule = optimizer.rule
+            if not (rules.is_constant(rule) and rule.lowest_scale == 1.0):
+                _users_code.warn(_NOT_SCALED)
+        return self.are_scaled
 
 
 @keras.saving.register_keras_serializable(package="tfmix")
@@ -138,7 +183,7 @@ class LossScaleOptimizer(
         )
         inner_optimizer = inner_attributes.checked_to_scale(inner_optimizer)
         if reduce_dtype is not None:
-            reduce_dtype = replicas.checked_dtype(reduce_dtype, rule)
+            reduce_dtype = _checked_dtype(reduce_dtype, rule)
         replicas.check_strategy()
         super().__init__(
             inner_optimizer,
@@ -150,7 +195,7 @@ class LossScaleOptimizer(
         self.reduce_dtype = reduce_dtype
         self._gradient_norm: keras.Variable | None = None
         # `None` until it is decided.
-        self._losses: unscale.Losses | None = None
+        self._losses: _Losses | None = None
         # Whether `apply_gradients` gets unscaled gradients, as in tf.keras.
         self._gets_unscaled = False
         self._create_state(rule)
@@ -390,11 +435,11 @@ class LossScaleOptimizer(
         if len(variables) != len(grads):
             variables = [None] * len(grads)
         if self._of_losses().are_gradients_scaled(self):
-            true = unscale.unscaled(grads, variables, self.rule_scale())
+            true = gradients.unscaled(grads, variables, self.rule_scale())
         else:
-            true = unscale.in_float32(grads, variables)
+            true = gradients.in_float32(grads, variables)
         return [
-            None if g is None else unscale.without_infinities(g) for g in true
+            None if g is None else gradients.without_infinities(g) for g in true
         ]
 
     @compilation.untouched
@@ -444,7 +489,7 @@ class LossScaleOptimizer(
                 "loss computed from the model's variables, inside the "
                 "gradient tape?"
             )
-        step_outcome.note_update(variables)
+        guard.note_update(variables)
         unscaled = unscaled or context_values.block.get().takes_unscaled
         if not unscaled:
             losses = self._of_losses()
@@ -627,22 +672,22 @@ class LossScaleOptimizer(
         """
         return ops.equal(self._consecutive_skips.value, 0)
 
-    def _of_losses(self) -> unscale.Losses:
+    def _of_losses(self) -> _Losses:
         """Returns whether the optimizer multiplies losses by its scale."""
         if self._losses is None:
-            step = step_outcome.around()
+            step = guard.around()
             if step is not None and not self.built:
                 variables = step.model.trainable_variables
                 is_its = not step.is_own and step.model.optimizer is self
                 if not (is_its and variables):
                     # The variables are not known yet. This step multiplies the
                     # loss and divides the gradients, which is right for any.
-                    return unscale.Losses(are_scaled=True)
+                    return _Losses(are_scaled=True)
                 self.build(variables)
             # The decision is final, because later compiled code has to agree
             # with earlier code.
             inside = self.built and model_call.scales(self._model_variables)
-            self._losses = unscale.Losses(are_scaled=not inside)
+            self._losses = _Losses(are_scaled=not inside)
         return self._losses
 
     def decide_anew(self) -> None:
@@ -659,55 +704,49 @@ class LossScaleOptimizer(
             unscaled: Whether they need no division by the loss scale.
         """
         own, rule = self._model_variables, self.rule
-        used = self.variables + own
+        inner = self.inner_optimizer
         if keras.backend.backend() == "tensorflow":
             replicas.check_replica_context()
-        with replicas.one_replica(used):
+        with replicas.one_replica(self.variables + own):
             state = self._state()
-        # Unscaled gradients may underflow in a 16-bit `reduce_dtype`. So they
-        # are multiplied before the sum, and divided after it.
         current = rule.current(state.scale)
-        factor = current if unscaled and self.reduce_dtype else None
-        grads = replicas.sum_gradients(
-            grads, variables, self.reduce_dtype, factor
-        )
-        with replicas.one_replica(used, self):
-            if unscaled:
-                true = unscale.in_float32(grads, variables)
-            else:
-                true = unscale.unscaled(grads, variables, current)
-            local = [*map(keras_variables.local, variables)]
-            update = functools.partial(self.inner_optimizer.apply, true, local)
-            checked = unscale.narrow_if_dense(grads, true)
-            if rule.may_enlarge and not unscaled:
-                checked = true
-            # The gradients are float32 by now, so the rules of a model's step
-            # would only cost time.
-            with context_values.holding(rules=context_values.NO_RULES):
-                updated = own + self.inner_optimizer.variables
-                applied, bad = apply_if_finite.apply_if_finite(
-                    checked, update, updated
-                )
-                bad = apply_if_finite.by_variable(bad, self, variables)
-                norm = None
-                if self._gradient_norm is not None:
-                    norm = unscale.norm(true, variables)
-                is_data = applied is not True and self._blames_data(
-                    unscale.without_values(grads, variables), unscaled
-                )
-                after = state.after(rule, applied, bad, norm, is_data)
-                self._assign(state, after)
-        # The line after an epoch of `fit` says more.
-        if applied is False and not context_values.block.get().in_fit:
-            standstill.warn_of_eighth(
-                self.inner_optimizer.name,
-                optimizers.paths(own),
-                int(after.consecutive_skips),
-                bad,
+
+        def count(applied: Any, bad: Any, true: list, summed: list) -> None:
+            norm = None
+            if self._gradient_norm is not None:
+                norm = gradients.norm(true, variables)
+            is_data = applied is not True and self._blames_data(
+                gradients.without_values(summed, variables), unscaled
             )
+            after = state.after(rule, applied, bad, norm, is_data)
+            self._assign(state, after)
+            # The line after an epoch of `fit` says more.
+            if applied is False and not context_values.block.get().in_fit:
+                standstill.warn_of_eighth(
+                    inner.name,
+                    optimizers.paths(own),
+                    int(after.consecutive_skips),
+                    bad,
+                )
+
+        by_scale = functools.partial(gradients.unscaled, scale=current)
+        take.take(
+            self,
+            grads,
+            variables,
+            inner.apply,
+            assigned=own + inner.variables,
+            counters=self.variables,
+            count=count,
+            unscale=gradients.in_float32 if unscaled else by_scale,
+            checks_unscaled=rule.may_enlarge and not unscaled,
+            reduce_dtype=self.reduce_dtype,
+            # Unscaled gradients may underflow in a 16-bit sum.
+            reduce_factor=current if unscaled and self.reduce_dtype else None,
+        )
         # The flag is read from the counter. For a separate boolean, XLA would
         # count in another kernel.
-        step_outcome.report(self.last_step_applied())
+        guard.report(self.last_step_applied())
 
     def _blames_data(self, grads: Sequence, unscaled: bool) -> Any:
         """Returns whether the data is not finite, if gradients tell that.
@@ -717,11 +756,11 @@ class LossScaleOptimizer(
         """
         if not self._tells_data(self._of_losses()):
             return False
-        return power.blames_data(
+        return gradients.blames_data(
             grads, ops.logical_and if unscaled else ops.logical_or
         )
 
-    def _tells_data(self, losses: unscale.Losses) -> bool:
+    def _tells_data(self, losses: _Losses) -> bool:
         """Returns whether NaN in gradients means data that is not finite.
 
         Outside models that scale their gradients, it may be an overflow. Models
@@ -846,6 +885,32 @@ def _paired(name: str, variables: Sequence, values: Sequence) -> list[tuple]:
             "frozen since, call `model.compile` again, with a new optimizer."
         )
     return list(zip(variables, values, strict=True))
+
+
+def _checked_dtype(dtype: Any, rule: rules.LossScale) -> str:
+    """Checks and returns the dtype in which replicas sum gradients."""
+    if not isinstance(dtype, str) or dtype not in _formats.SIXTEEN_BIT:
+        raise ValueError(
+            '`reduce_dtype` must be "float16", "bfloat16" or None. Received: '
+            f"reduce_dtype={dtype!r}."
+        )
+    if keras.backend.backend() != "tensorflow":
+        raise ValueError(
+            "`reduce_dtype` is for the sums of `tf.distribute`. Under "
+            "JAX the compiler places the sum over a sharded batch, in the "
+            f"dtype of the gradients. Received: reduce_dtype={dtype!r} on the "
+            f"{keras.backend.backend()!r} backend. Leave it out; in a "
+            "`jax.shard_map` of your own write `jax.lax.psum(gradient.astype("
+            f'"{dtype}"), axis)` before `stateless_apply`.'
+        )
+    if dtype == "float16" and isinstance(rule, rules.NoLossScale):
+        raise ValueError(
+            "Gradients that are summed in float16 must be scaled: those below "
+            f"{_formats.FLOAT16.smallest:.1g} become 0. Received: "
+            'reduce_dtype="float16" with NoLossScale(). Write reduce_dtype='
+            '"bfloat16", or loss_scale="dynamic".'
+        )
+    return dtype
 
 
 def _attribute(field: str) -> str:

@@ -1,17 +1,27 @@
-"""Undoes what a bad batch has written in a train step, or in a call."""
+"""Undoes what a bad batch has written in a train step, or in a call.
+
+Each `apply` in a step, of any optimizer, reports to the record of the step.
+Keras's own step calls one `apply`, in no branch: what that reports is the
+answer. Elsewhere TensorFlow counts the reports in a variable, which every
+branch of a conditional reaches. Under JAX a step is a function of its state, so
+the optimizer's own counters are used; they are part of that state.
+"""
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 from keras import ops, tree
 
 from tfmix import _arguments
 from tfmix._keras import (
     compilation,
     compile_method,
+    context_values,
     global_state,
     layer_methods,
     layers,
@@ -20,7 +30,7 @@ from tfmix._keras import (
     training,
 )
 from tfmix._keras import variables as keras_variables
-from tfmix.step import all_finite, apply_if_finite, replicas, step_outcome
+from tfmix.step import finite, replicas
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
@@ -126,6 +136,172 @@ class Guarded:
         return cls(**config)
 
 
+class Outcome(NamedTuple):
+    """The outcome of a step: booleans, or boolean scalar tensors.
+
+    Attributes:
+        applied: Whether an `apply` changed weights.
+        skipped: Whether an `apply` changed nothing.
+    """
+
+    applied: Any
+    skipped: Any
+
+
+@dataclasses.dataclass
+class Step:
+    """A train step while it runs or is traced.
+
+    Attributes:
+        model: The model whose step it is.
+        is_own: Whether the user wrote the `train_step`. Keras's own applies
+            gradients once, whatever happens.
+        counter: TensorFlow's `Counter`; `None` under JAX, and where no branch
+            has to reach it.
+        watched: The `id`s of what a guard restores if the step is skipped.
+        updated: The `id`s of the variables that an `apply` got.
+        scaled: The `id`s of the optimizers that scaled a loss.
+        flags: What the `apply`s reported that the step itself called, not a
+            branch in it.
+        trace: The `compilation.trace` of the step.
+        counts: What the counter held when the step began.
+    """
+
+    model: keras.Model
+    is_own: bool
+    counter: "Counter | None" = None
+    watched: frozenset[int] = frozenset()
+    updated: set[int] = dataclasses.field(default_factory=set)
+    scaled: set[int] = dataclasses.field(default_factory=set)
+    flags: list[Any] = dataclasses.field(default_factory=list)
+    trace: Any = dataclasses.field(default_factory=compilation.trace)
+    counts: Any = None
+
+    def outcome(self) -> Outcome:
+        """Returns what the `apply`s did; without a counter, in no branch."""
+        if self.counter is not None:
+            return self.counter.since(self.counts)
+        skips = [ops.logical_not(applied) for applied in self.flags]
+        return Outcome(_any(self.flags), _any(skips))
+
+
+def around() -> Step | None:
+    """Returns the train step around the caller, `None` if there is none."""
+    step: Step | None = context_values.block.get().step
+    return step
+
+
+@contextlib.contextmanager
+def step(
+    model: keras.Model, counter: "Counter | None", watched: Iterable[int]
+) -> Iterator[Step]:
+    """Makes every `apply` inside a block report to one step."""
+    if (outside := around()) is not None:
+        # What happens in this step happens in that one, too.
+        counter = outside.counter or counter
+    counts = None if counter is None else counter.read()
+    is_own = training.has_own_step(model)
+    new = Step(model, is_own, counter, frozenset(watched), counts=counts)
+    with context_values.holding(step=new):
+        yield new
+
+
+def note_update(variables: Iterable) -> None:
+    """Tells the step around an `apply` which variables it will update.
+
+    Args:
+        variables: The variables. If the step has written one itself before, as
+            a search for flat minima does, the optimizer does not own it alone.
+    """
+    if (step := around()) is not None:
+        step.updated |= {id(v) for v in variables if not _is_written(v)}
+
+
+def report(applied: Any) -> None:
+    """Reports an `apply` to the step around it, if there is one.
+
+    Args:
+        applied: Bool or boolean scalar tensor, whether it changed anything.
+    """
+    if (step := around()) is None:
+        return
+    if compilation.trace() == step.trace:
+        step.flags.append(applied)
+    if step.counter is not None:
+        step.counter.add(applied)
+
+
+class Counter:
+    """Counts the applied and skipped `apply`s of one model's steps.
+
+    The counts only grow, so that a nested step may share them: the result of a
+    step is the difference between its end and its start.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Any = None
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """The variable with the counts, once it exists."""
+        return [] if self._counts is None else [self._counts]
+
+    def read(self) -> Any:
+        """Returns the counts, int32 of shape `(2,)`; creates the variable."""
+        if self._counts is None:
+            replicas.once_for_all(self._create)
+        with replicas.one_replica([self._counts]):
+            return compilation.read(self._counts)
+
+    def add(self, applied: Any) -> None:
+        """Counts one `apply`."""
+        flags = ops.stack([applied, ops.logical_not(applied)])
+        with replicas.one_replica([self._counts]):
+            self._counts.assign_add(ops.cast(flags, "int32"))
+
+    def since(self, before: Any) -> Outcome:
+        """Returns what happened since the counts were read."""
+        more = self.read() > before
+        return Outcome(more[0], more[1])
+
+    def _create(self) -> None:
+        self._counts = keras.Variable(
+            np.zeros(2), "zeros", "int32", trainable=False
+        )
+
+
+def of_optimizer(
+    optimizer: Any, is_own: bool, before: Callable, after: Callable
+) -> Outcome:
+    """Returns what an optimizer did between two states (JAX).
+
+    Args:
+        optimizer: The optimizer. An unwrapped one counts no skipped steps, so a
+            skip in a user's own step cannot be known.
+        is_own: Whether the user wrote the `train_step`.
+        before: Returns a variable's value before the step.
+        after: Returns its current value.
+    """
+    applies = optimizers.applies(optimizer)
+    applied = ops.not_equal(before(applies), after(applies))
+    skips = getattr(optimizer, "skips", None)
+    if skips is not None:
+        skipped = ops.not_equal(before(skips), after(skips))
+    else:
+        skipped = False if is_own else ops.logical_not(applied)
+    return Outcome(applied, skipped)
+
+
+def _any(flags: list) -> Any:
+    return functools.reduce(ops.logical_or, flags) if flags else False
+
+
+def _is_written(variable: Any) -> bool:
+    # It is not known for an eager step, or under JAX.
+    on_tensorflow = keras.backend.backend() == "tensorflow"
+    return on_tensorflow and compilation.may_be_written(variable)
+
+
 class _Guard:
     """The guard of one model, which wraps its methods."""
 
@@ -133,7 +309,7 @@ class _Guard:
         self._model = model
         self.asked_for = asked_for
         on_tensorflow = keras.backend.backend() == "tensorflow"
-        self._counter = step_outcome.Counter() if on_tensorflow else None
+        self._counter = Counter() if on_tensorflow else None
         self.wrappers: dict[str, layer_methods.Wrapper] = {
             "train_step": self._on_tensorflow
             if on_tensorflow
@@ -193,7 +369,7 @@ class _Guard:
             value = scope.get_current_value
             outcome = step.outcome()
             if not self._applies_once():
-                outcome = step_outcome.of_optimizer(
+                outcome = of_optimizer(
                     model.optimizer, step.is_own, held, value
                 )
             logs = self._put_back(step, outcome, held, logs)
@@ -206,16 +382,16 @@ class _Guard:
         return not is_own and optimizers.is_applied_in_place(model.optimizer)
 
     def _step(self, counter: Any = None) -> contextlib.AbstractContextManager:
-        """Records what the `apply`s of a block do, in a `step_outcome.Step`."""
+        """Records what the `apply`s of a block do, in a `Step`."""
         if self.asked_for:
             _check_optimizer(self._model)
         watched = map(id, self._watched())
-        return step_outcome.step(self._model, counter, watched)
+        return step(self._model, counter, watched)
 
     def _put_back(
         self,
-        step: step_outcome.Step,
-        outcome: step_outcome.Outcome,
+        step: Step,
+        outcome: Outcome,
         old: Callable,
         logs: Any,
     ) -> Any:
@@ -230,44 +406,58 @@ class _Guard:
 
         def pairs(variables: Iterable) -> list:
             known = [(v, old(v)) for v in variables if old(v) is not None]
-            return apply_if_finite.written(
-                (_local(v), value) for v, value in known
-            )
+            return finite.written((_local(v), value) for v, value in known)
 
-        applied, skipped = outcome
         watched = pairs(v for v in self._watched() if id(v) not in step.updated)
         with replicas.one_replica(self._model.metrics_variables):
-            if not step.is_own:
+            if step.is_own:
+                keeps_metrics = self._undo_users_step(outcome, watched, pairs)
+            else:
                 # The step's only `apply` decides.
-                stays = ops.logical_not(skipped)
-                apply_if_finite.restore_unless(stays, watched)
-                return self._logs(stays, logs)
-            of_layers = [
-                pairs(filter(_is_watched, layer.non_trainable_variables))
-                for layer in self._model.layers
-            ]
-            lost = [_any_lost(of_layer) for of_layer in of_layers]
-            reported = pairs(self._reported())
-            reports_lost = _any_lost(reported)
-            is_bad = functools.reduce(
-                ops.logical_or, [skipped, reports_lost, *lost]
-            )
-            # Without an `apply`, a batch is only known to be bad if something
-            # became NaN. Sums of gradients that it has made NaN stay NaN, so
-            # that the later `apply` skips them and counts that.
-            only_skipped = ops.logical_and(skipped, ops.logical_not(applied))
-            apply_if_finite.restore_unless(
-                ops.logical_not(only_skipped), _mended(watched)
-            )
-            stays = ops.logical_or(applied, ops.logical_not(is_bad))
-            for of_layer, is_lost in zip(of_layers, lost, strict=True):
-                is_kept = ops.logical_and(stays, ops.logical_not(is_lost))
-                apply_if_finite.restore_unless(is_kept, of_layer)
-            # One of several optimizers may have skipped.
-            reports_lost = ops.logical_and(reports_lost, skipped)
-            stays = ops.logical_and(stays, ops.logical_not(reports_lost))
-            apply_if_finite.restore_unless(stays, reported)
-            return self._logs(stays, logs)
+                keeps_metrics = ops.logical_not(outcome.skipped)
+                finite.restore_unless(keeps_metrics, watched)
+            return self._logs(keeps_metrics, logs)
+
+    def _undo_users_step(
+        self, outcome: Outcome, watched: list, pairs: Callable
+    ) -> Any:
+        """Undoes what a step of the user's own wrote for skipped `apply`s.
+
+        Args:
+            outcome: What its `apply`s did.
+            watched: The variables that a skipped step must not change, each
+                with its value before the step.
+            pairs: Returns such pairs for given variables.
+
+        Returns:
+            Whether the metrics keep their new values.
+        """
+        applied, skipped = outcome
+        of_layers = [
+            pairs(filter(_is_watched, layer.non_trainable_variables))
+            for layer in self._model.layers
+        ]
+        lost = [_any_lost(of_layer) for of_layer in of_layers]
+        reported = pairs(self._reported())
+        metrics_lost = _any_lost(reported)
+        every = [skipped, metrics_lost, *lost]
+        is_bad = functools.reduce(ops.logical_or, every)
+        # Without an `apply`, a batch is only known to be bad if something
+        # became NaN. Sums of gradients that it has made NaN stay NaN, so
+        # that the later `apply` skips them and counts that.
+        only_skipped = ops.logical_and(skipped, ops.logical_not(applied))
+        finite.restore_unless(ops.logical_not(only_skipped), _mended(watched))
+        keeps_new = ops.logical_or(applied, ops.logical_not(is_bad))
+        for of_layer, is_lost in zip(of_layers, lost, strict=True):
+            keeps_layer = ops.logical_and(keeps_new, ops.logical_not(is_lost))
+            finite.restore_unless(keeps_layer, of_layer)
+        # One of several optimizers may have skipped.
+        loses_metrics = ops.logical_and(metrics_lost, skipped)
+        keeps_metrics = ops.logical_and(
+            keeps_new, ops.logical_not(loses_metrics)
+        )
+        finite.restore_unless(keeps_metrics, reported)
+        return keeps_metrics
 
     def _logs(self, stays: Any, logs: Any) -> Any:
         """Returns the logs of a step: the metrics without a skipped one."""
@@ -276,9 +466,7 @@ class _Guard:
             return logs
         own = {name: logs[name] for name in logs if name in results}
         without = {name: results[name] for name in own}
-        choose = functools.partial(
-            self._chosen, stays, all_finite.all_finite(own)
-        )
+        choose = functools.partial(self._chosen, stays, finite.all_finite(own))
         return logs | tree.map_structure(choose, own, without)
 
     def _chosen(self, stays: Any, fine: Any, own: Any, without: Any) -> Any:
@@ -287,7 +475,7 @@ class _Guard:
         If no step was applied since the reset, it is the skipped batch's own
         result, or NaN if one of these is not finite.
         """
-        if all_finite.is_float(own):
+        if finite.is_float(own):
             own = ops.where(ops.logical_or(stays, fine), own, float("nan"))
         if counts := self._counts():
             empty = [ops.equal(count, 0) for count in counts]
@@ -355,12 +543,12 @@ def _mended(pairs: list) -> list:
     before the step, the group is lost: the zeros that the step has written
     stay, and so do its integers, such as the number of batches.
     """
-    floats = [old for _, old in pairs if all_finite.is_float(old)]
-    begins_lost = ops.logical_not(all_finite.all_finite(floats))
+    floats = [old for _, old in pairs if finite.is_float(old)]
+    begins_lost = ops.logical_not(finite.all_finite(floats))
 
     def mended(variable: Any, old: Any) -> Any:
         new = compilation.read(variable)
-        stays = _is_lost(new, old) if all_finite.is_float(old) else begins_lost
+        stays = _is_lost(new, old) if finite.is_float(old) else begins_lost
         return ops.where(stays, new, old)
 
     return [(variable, mended(variable, old)) for variable, old in pairs]
@@ -393,7 +581,7 @@ def kept_finite(
         return call(*args, **kwargs)
     unlisted = layers.unlisted_variables(model)
     variables = [*model.non_trainable_variables, *unlisted]
-    step = step_outcome.around()
+    step = around()
     if step is not None and step.is_own:
         # The guard restores the others.
         variables = [v for v in variables if id(v) not in step.watched]
@@ -406,14 +594,14 @@ def kept_finite(
     outputs = call(*args, **kwargs)
     one_by_one = step is not None and not step.is_own and compilation.by_xla()
     with layers.autocast(None), replicas.one_replica([]):
-        written = apply_if_finite.written(before)
+        written = finite.written(before)
         if not one_by_one:
             stays = ops.logical_not(_any_lost(written))
-            apply_if_finite.restore_unless(stays, written)
+            finite.restore_unless(stays, written)
             return outputs
         for variable, old in written:
             # This is fused with the kernel that computes the value.
-            if all_finite.is_float(old):
+            if finite.is_float(old):
                 new = compilation.read(variable)
                 variable.assign(ops.where(_is_lost(old, new), old, new))
     return outputs
@@ -425,7 +613,7 @@ def _any_lost(written: list) -> Any:
     Args:
         written: Variables, each with its value before.
     """
-    floats = [(v, old) for v, old in written if all_finite.is_float(old)]
+    floats = [(v, old) for v, old in written if finite.is_float(old)]
     if not floats:
         return False
     new = [compilation.read(variable) for variable, _ in floats]
@@ -438,7 +626,7 @@ def _any_lost(written: list) -> Any:
         return ops.logical_not(ops.any(ops.stack(lost)))
 
     # Nearly every step ends here.
-    stays = apply_if_finite.either(all_finite.all_finite(new), none_lost)
+    stays = finite.either(finite.all_finite(new), none_lost)
     return ops.logical_not(stays)
 
 

@@ -14,11 +14,10 @@ from typing import Any
 
 import keras
 
-from tfmix import _formats, _messages
+from tfmix import _messages
 from tfmix._keras import compilation, optimizers
 from tfmix._keras import variables as keras_variables
-from tfmix.loss_scaling import rules
-from tfmix.step import all_finite
+from tfmix.step import gradients
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
@@ -44,32 +43,6 @@ def check_strategy(strategy: Any = None) -> None:
             "MirroredStrategy, MultiWorkerMirroredStrategy, "
             "OneDeviceStrategy or TPUStrategy."
         )
-
-
-def checked_dtype(dtype: Any, rule: rules.LossScale) -> str:
-    """Checks and returns the dtype in which replicas sum gradients."""
-    if not isinstance(dtype, str) or dtype not in _formats.SIXTEEN_BIT:
-        raise ValueError(
-            '`reduce_dtype` must be "float16", "bfloat16" or None. Received: '
-            f"reduce_dtype={dtype!r}."
-        )
-    if keras.backend.backend() != "tensorflow":
-        raise ValueError(
-            "`reduce_dtype` is for the sums of `tf.distribute`. Under "
-            "JAX the compiler places the sum over a sharded batch, in the "
-            f"dtype of the gradients. Received: reduce_dtype={dtype!r} on the "
-            f"{keras.backend.backend()!r} backend. Leave it out; in a "
-            "`jax.shard_map` of your own write `jax.lax.psum(gradient.astype("
-            f'"{dtype}"), axis)` before `stateless_apply`.'
-        )
-    if dtype == "float16" and isinstance(rule, rules.NoLossScale):
-        raise ValueError(
-            "Gradients that are summed in float16 must be scaled: those below "
-            f"{_formats.FLOAT16.smallest:.1g} become 0. Received: "
-            'reduce_dtype="float16" with NoLossScale(). Write reduce_dtype='
-            '"bfloat16", or loss_scale="dynamic".'
-        )
-    return dtype
 
 
 def drop_unsupported(config: dict) -> None:
@@ -164,7 +137,7 @@ def _sent(gradient: Any, dtype: str | None, factor: Any) -> Any:
         gradient = tf.math.scalar_mul(factor, gradient)
     dtype = tf.as_dtype(dtype or gradient.dtype)
     # Rows are gathered, and TensorFlow does not gather bfloat16.
-    gathered = dtype == tf.bfloat16 and all_finite.is_sparse(gradient)
+    gathered = dtype == tf.bfloat16 and gradients.is_sparse(gradient)
     return tf.cast(gradient, tf.float32 if gathered else dtype)
 
 

@@ -1,4 +1,4 @@
-"""Decides whether a step is applied or skipped, as a whole.
+"""Checks a step once, and chooses once: applied or skipped, as a whole.
 
 TensorFlow's graphs use a conditional, which saves the work of a skipped step.
 Under XLA and JAX each value is selected, under JAX as soon as it is assigned.
@@ -12,16 +12,142 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras import ops
+from keras import ops, tree
 
 from tfmix._keras import compilation, context_values, optimizers
 from tfmix._keras import variables as keras_variables
-from tfmix.step import all_finite
+from tfmix.step import gradients
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 else:
     import jax
+
+# One kernel reads this many small, or large tensors together.
+_TOGETHER = 64, 8
+
+
+def all_finite(tensors: Any) -> Any:
+    """Returns whether no tensor holds an infinity or a NaN.
+
+    Reads each tensor once and copies nothing to the host. Sparse gradients
+    (`tf.IndexedSlices`, JAX's `BCOO`) are checked on their values and on the
+    sums of the rows that several values share, never as a dense tensor.
+
+    Args:
+        tensors: A tensor, or any nest of lists, tuples and dicts of tensors
+            and `None`s, of any shape and dtype. Integers count as finite.
+
+    Returns:
+        A boolean scalar tensor; true for an empty nest.
+
+    Examples:
+        >>> bool(all_finite({"a": [1.0, 2.0], "b": None}))
+        True
+        >>> bool(all_finite([1.0, float("inf")]))
+        False
+    """
+    leaves = [
+        leaf
+        if gradients.is_sparse(leaf) or gradients.is_sparse_of_jax(leaf)
+        else ops.convert_to_tensor(leaf)
+        for leaf in tree.flatten(tensors)
+        if leaf is not None
+    ]
+    if not leaves:
+        return ops.convert_to_tensor(True)
+    return ops.logical_not(ops.any(not_finite(leaves)))
+
+
+def not_finite(tensors: Sequence) -> Any:
+    """Returns a boolean vector, true for each tensor that is not finite.
+
+    Under XLA, one kernel reads several tensors of one shape, so a model with
+    hundreds of variables needs a few.
+    """
+    if not tensors:
+        # The model is frozen, or has no weights.
+        return ops.zeros((0,), "bool")
+    # The rules of a model's step only cost time here.
+    with context_values.holding(rules=context_values.NO_RULES):
+        return _not_finite(tensors)
+
+
+def _not_finite(tensors: Sequence) -> Any:
+    tensors = [
+        gradients.summed(t) if gradients.is_sparse_of_jax(t) else t
+        for t in tensors
+    ]
+    if not compilation.by_xla():
+        all_fine = [tensor is None or is_finite(tensor) for tensor in tensors]
+        return ops.logical_not(ops.stack(all_fine))
+    return compilation.by_shape(tensors, _not_finite_alike, _is_apart)
+
+
+def _not_finite_alike(tensors: list) -> Any:
+    """Returns flags of tensors of one shape, or of one that is apart."""
+    if not _is_apart(tensors[0]):
+        return _not_finite_of_a_shape(*tensors)
+    fine = tensors[0] is None or is_finite(tensors[0])
+    return ops.reshape(ops.logical_not(fine), (1,))
+
+
+def is_finite(tensor: Any) -> Any:
+    """Returns a boolean scalar tensor: whether all numbers are finite."""
+    if gradients.is_sparse(tensor):
+        return _is_finite_sparse(tensor)
+    dtype = keras.backend.standardize_dtype(tensor.dtype)
+    if dtype.startswith("complex"):
+        parts = ops.real(tensor), ops.imag(tensor)
+        return ops.logical_and(*map(is_finite, parts))
+    if not is_float(tensor):
+        return ops.convert_to_tensor(True)
+    return ops.all(ops.isfinite(tensor))
+
+
+def _is_apart(tensor: Any) -> bool:
+    """Returns whether no kernel can read a tensor together with others."""
+    if tensor is None or gradients.is_sparse(tensor) or None in tensor.shape:
+        return True
+    return not is_float(tensor)
+
+
+def _counted_together(*tensors: Any) -> Any:
+    bad = [ops.cast(compilation.not_finite(x), "int32") for x in tensors]
+    return ops.not_equal(compilation.sums(bad, _TOGETHER), 0)
+
+
+def _by_flags(*tensors: Any) -> Any:
+    # Devices exchange a boolean for each. For a CPU, XLA compiles it sooner.
+    bad = map(compilation.not_finite, tensors)
+    return ops.stack([*map(compilation.any_true, bad)])
+
+
+VARIANTS: dict[str, Callable] = {
+    "single": _counted_together,
+    "default": _by_flags,
+}
+_not_finite_of_a_shape = compilation.by_target(**VARIANTS)
+
+
+def _is_finite_sparse(slices: Any) -> Any:
+    # The optimizer sums the values of a row. No partial sum exceeds the sum of
+    # all magnitudes, so every row is finite if the format holds that sum.
+    total = tf.reduce_sum(tf.cast(tf.abs(slices.values), tf.float32))
+
+    def by_rows() -> Any:
+        return is_finite(gradients.summed(slices))
+
+    fits = total <= tf.cast(slices.dtype.real_dtype.max, tf.float32)
+    if compilation.by_xla():
+        return tf.logical_or(fits, by_rows())
+    return tf.cond(fits, lambda: tf.constant(True), by_rows)
+
+
+def is_float(tensor: Any) -> bool:
+    """Returns whether a tensor or variable holds real floats."""
+    dtype = keras.backend.standardize_dtype(tensor.dtype)
+    return keras.backend.is_float_dtype(dtype)
 
 
 def apply_if_finite(
@@ -168,12 +294,10 @@ def _may_be_written(variable: Any, old: Any) -> bool:
 def _flags(grads: list) -> Any:
     # If XLA could look through the flags, it might order a step so that it
     # needs more memory.
-    return compilation.kept_apart(all_finite.not_finite(grads))
+    return compilation.kept_apart(not_finite(grads))
 
 
 # It is compiled even for eager steps, where every operation costs time.
 _not_finite = (
-    jax.jit(_flags)
-    if keras.backend.backend() == "jax"
-    else all_finite.not_finite
+    jax.jit(_flags) if keras.backend.backend() == "jax" else not_finite
 )

@@ -1,71 +1,27 @@
-"""Turns gradients of a loss, scaled or not, into unscaled float32 ones.
-
-A model under a tfmix policy scales its gradients inside. An optimizer that has
-only variables of such models leaves losses and gradients alone. Any other
-multiplies losses by its loss scale, and divides the gradients.
-"""
+"""What happens to a gradient, dense or sparse, before a step takes it."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 from keras import ops
 
-from tfmix import _users_code
 from tfmix._keras import compilation
 from tfmix._keras import variables as keras_variables
-from tfmix.loss_scaling import rules
 from tfmix.ops import tensors
-from tfmix.step import all_finite, step_outcome
+
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
+else:
+    from jax.experimental import sparse
 
 # Beyond 2^126 a scale's reciprocal is subnormal, which XLA flushes to zero.
 _HALFWAY = 2.0**64
-_NOT_SCALED = (
-    "The gradients are divided by the loss scale, but the loss was not "
-    "multiplied by it, so every update is too small by that factor. Take the "
-    "gradients of the scaled loss: `scaled = optimizer.scale_loss(loss)` "
-    "inside the tape, then `tape.gradient(scaled, ...)`; or, if the gradients "
-    "are those of the loss, write optimizer.apply(grads, variables, "
-    "unscaled=True)."
-)
-
-
-class Losses:
-    """Whether an optimizer multiplies losses by its loss scale.
-
-    Args:
-        are_scaled: Boolean. False if the models scale their gradients.
-    """
-
-    def __init__(self, are_scaled: bool) -> None:
-        self.are_scaled = are_scaled
-        # Also true after the warning that no loss was scaled.
-        self._has_scaled = False
-
-    def note(self, optimizer: Any) -> None:
-        """Notes that an optimizer has scaled a loss."""
-        self._has_scaled = True
-        if (step := step_outcome.around()) is not None:
-            step.scaled.add(id(optimizer))
-
-    def are_gradients_scaled(self, optimizer: Any, warns: bool = False) -> bool:
-        """Returns whether the gradients are those of a scaled loss.
-
-        In a model's train step, they are if the step has scaled its loss, which
-        it may have done before the optimizer knew its variables.
-
-        Args:
-            optimizer: The optimizer.
-            warns: Whether to warn if no loss was ever scaled.
-        """
-        if (step := step_outcome.around()) is not None:
-            return id(optimizer) in step.scaled
-        if self.are_scaled and warns and not self._has_scaled:
-            self._has_scaled = True
-            rule = optimizer.rule
-            if not (rules.is_constant(rule) and rule.lowest_scale == 1.0):
-                _users_code.warn(_NOT_SCALED)
-        return self.are_scaled
+# Operations that only explain why a gradient is not finite run for gradients of
+# at most this size. XLA fuses them, so it has no limit.
+_SMALL = 4096
 
 
 def in_float32(grads: Sequence, variables: Sequence) -> list:
@@ -85,7 +41,7 @@ def unscaled(grads: Sequence, variables: Sequence, scale: Any) -> list:
 
     def true(gradient: Any) -> Any:
         wide = widened(gradient)
-        if not all_finite.is_sparse(gradient):
+        if not is_sparse(gradient):
             return _on_values(divided, wide)
         # XLA may have to evaluate the scale at compile time
         # (`divides_gradients`), which a barrier would prevent.
@@ -112,7 +68,7 @@ def narrow_if_dense(grads: Sequence, true: Sequence) -> list:
     float32.
     """
     return [
-        wide if all_finite.is_sparse(gradient) else gradient
+        wide if is_sparse(gradient) else gradient
         for gradient, wide in zip(grads, true, strict=True)
     ]
 
@@ -160,10 +116,10 @@ def without_infinities(tensor: Any) -> Any:
 
 
 def _on_values(function: Callable[[Any], Any], tensor: Any) -> Any:
-    if all_finite.is_sparse_of_jax(tensor):
+    if is_sparse_of_jax(tensor):
         parts = function(tensor.data), tensor.indices
         return type(tensor)(parts, shape=tensor.shape)
-    if not all_finite.is_sparse(tensor):
+    if not is_sparse(tensor):
         return function(tensor)
     values = function(tensor.values)
     return type(tensor)(values, tensor.indices, tensor.dense_shape)
@@ -178,7 +134,7 @@ def widened(gradient: Any) -> Any:
 def norm(true: Sequence, variables: Sequence) -> Any:
     """Returns the float32 norm of all unscaled gradients together."""
     squares = [
-        ops.sum(ops.square(ops.cast(all_finite.summed(gradient), "float32")))
+        ops.sum(ops.square(ops.cast(summed(gradient), "float32")))
         for gradient in without_values(true, variables)
         if gradient is not None
     ]
@@ -192,3 +148,88 @@ def without_values(grads: Sequence, variables: Sequence) -> list:
         for gradient, variable in zip(grads, variables, strict=True)
         if not keras_variables.is_overwritten(variable)
     ]
+
+
+def become_infinite(gradients: Sequence) -> list[bool]:
+    """Returns which gradients say why they are not finite.
+
+    `blames_data` reads that from them. A border returns NaN for all gradients
+    if an incoming gradient was not finite. An overflow inside leaves as
+    infinity, or, in the other gradients, as it was computed. TensorFlow's own
+    kernels would read each gradient once more for it.
+
+    Args:
+        gradients: The gradients of a model's variables, at least one.
+    """
+    if compilation.by_xla():
+        return [True] * len(gradients)
+    small = [None in tuple(x.shape) or is_small(x) for x in gradients]
+    return small if any(small) else [True] * len(gradients)
+
+
+def is_small(gradient: Any) -> bool:
+    """Returns whether a gradient is known to hold few numbers."""
+    shape = tuple(gradient.shape)
+    return None not in shape and math.prod(shape) <= _SMALL
+
+
+def blames_data(gradients: Sequence, both: Callable) -> Any:
+    """Returns whether gradients are not finite because the loss was not.
+
+    One number of a gradient that shows the reason is enough.
+
+    Args:
+        gradients: Gradients of a model that scales them; `None` where there is
+            none.
+        both: Function of what the first and the last gradient say.
+
+    Returns:
+        Boolean scalar tensor; `False` if there is no gradient.
+    """
+    values = [getattr(g, "values", g) for g in gradients if g is not None]
+    values = [value for value in values if 0 not in tuple(value.shape)]
+    values = [
+        value
+        for value, says in zip(values, become_infinite(values), strict=True)
+        if says
+    ]
+    if not values:
+        return False
+    # The first variable gets gradients from everything after it. The last one
+    # may belong to the one head whose loss is not finite. Scalars fuse with the
+    # update of the rule, so they add no kernel. If the gradient were flattened
+    # first, a TPU would copy all of it.
+    first, last = (
+        ops.isnan(ops.reshape(value[(slice(1),) * len(value.shape)], ()))
+        for value in (values[0], values[-1])
+    )
+    return both(first, last)
+
+
+def is_sparse(tensor: Any) -> bool:
+    """Returns whether `tensor` is a `tf.IndexedSlices`, without TensorFlow."""
+    return hasattr(tensor, "values") and hasattr(tensor, "dense_shape")
+
+
+def is_sparse_of_jax(tensor: Any) -> bool:
+    """Returns whether `tensor` is a sparse gradient of Keras's under JAX."""
+    on_jax = keras.backend.backend() == "jax"
+    return on_jax and isinstance(tensor, sparse.BCOO)
+
+
+def summed(tensor: Any) -> Any:
+    """Returns a dense tensor unchanged, and sums of a sparse one's rows.
+
+    Zeros follow the sums, so that there are as many rows as values.
+    """
+    if is_sparse_of_jax(tensor):
+        return tensor.sum_duplicates(nse=tensor.nse).data
+    if not is_sparse(tensor):
+        return tensor
+    # XLA compiles `tf.unique` to a loop with an iteration for each value.
+    order = tf.argsort(tensor.indices)
+    rows, count = tf.gather(tensor.indices, order), tf.size(order)
+    is_next = tf.cast(rows[1:] != rows[:-1], tf.int32)
+    position = tf.cumsum(tf.pad(is_next, [[1, 0]]))[:count]
+    values = tf.gather(tensor.values, order)
+    return tf.math.unsorted_segment_sum(values, position, count)

@@ -6,7 +6,7 @@ import pytest
 from keras import ops
 
 from tests import helpers, steps
-from tfmix.step import all_finite
+from tfmix.step import finite
 
 BAD = [np.nan, np.inf, -np.inf]
 LARGEST = {"float16": 65504.0, "bfloat16": 3.38e38, "float32": 3.4e38}
@@ -19,7 +19,7 @@ PLACES = (0, 777, -1)
 
 def compiled_check():
     """Returns a newly compiled function that lists what is not finite."""
-    check = steps.compiled(lambda x: all_finite.not_finite(x), steps.MODES[-1])
+    check = steps.compiled(lambda x: finite.not_finite(x), steps.MODES[-1])
     return lambda tensors: ops.convert_to_numpy(check(tensors)).tolist()
 
 
@@ -30,19 +30,19 @@ def test_one_bad_number_anywhere_is_found(shape, bad, dtype):
     array = np.full(shape, LARGEST[dtype], "float32")
     array.flat[1] = 1e-45
     good, not_finite = ops.cast(array, dtype), compiled_check()
-    assert bool(all_finite.all_finite([good, {"key": (-good, None)}]))
+    assert bool(finite.all_finite([good, {"key": (-good, None)}]))
     for place in PLACES:
         broken = array.copy()
         broken.flat[place % array.size] = bad
         broken = ops.cast(broken, dtype)
         assert not_finite([good, broken, -good]) == [False, True, False]
-        assert not bool(all_finite.all_finite([good, {"key": (broken, None)}]))
+        assert not bool(finite.all_finite([good, {"key": (broken, None)}]))
 
 
 def test_integers_nones_and_nothing_are_finite():
-    assert bool(all_finite.all_finite([]))
-    assert bool(all_finite.all_finite([None, ops.convert_to_tensor([1, 2])]))
-    assert bool(all_finite.all_finite([np.ones(3), 2.0]))
+    assert bool(finite.all_finite([]))
+    assert bool(finite.all_finite([None, ops.convert_to_tensor([1, 2])]))
+    assert bool(finite.all_finite([np.ones(3), 2.0]))
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -50,9 +50,9 @@ def test_both_parts_of_a_complex_number_are_looked_at(bad):
     good = np.array([1 + 2j, -3j], "complex64")
     for broken in (complex(bad, 1.0), complex(1.0, bad)):
         numbers = np.array([1j, broken], "complex64")
-        assert not bool(all_finite.all_finite([good, numbers]))
+        assert not bool(finite.all_finite([good, numbers]))
         assert compiled_check()([good, numbers]) == [False, True]
-    assert bool(all_finite.all_finite([good, 1j]))
+    assert bool(finite.all_finite([good, 1j]))
 
 
 @helpers.requires_backend("tensorflow")
@@ -79,7 +79,7 @@ def test_rows_that_overflow_only_when_summed_are_caught(
 
     def check(values, rows):
         shape = tf.constant([5, 1])
-        return all_finite.all_finite([tf.IndexedSlices(values, rows, shape)])
+        return finite.all_finite([tf.IndexedSlices(values, rows, shape)])
 
     values = tf.cast(tf.constant(values)[:, None], dtype)
     found = steps.compiled(check, mode)(values, tf.constant(rows))
@@ -92,21 +92,21 @@ def test_a_check_works_inside_jaxs_transformations():
     import jax
 
     rows = np.float32([[1.0, 2.0], [3.0, np.inf]])
-    assert jax.vmap(all_finite.all_finite)(rows).tolist() == [True, False]
+    assert jax.vmap(finite.all_finite)(rows).tolist() == [True, False]
 
     def loss(x):
-        return x.sum(), all_finite.all_finite([x])
+        return x.sum(), finite.all_finite([x])
 
     gradient, fine = jax.jit(jax.grad(loss, has_aux=True))(rows[0])
     assert gradient.tolist() == [1.0, 1.0]
     assert bool(fine)
 
 
-@pytest.mark.parametrize("variant", all_finite.VARIANTS)
+@pytest.mark.parametrize("variant", finite.VARIANTS)
 @pytest.mark.parametrize("bad", [None, 0, 2, 3, 4, 5, 6])
 def test_each_variant_distinguishes_all_tensors(variant, bad, monkeypatch):
     name = "_not_finite_of_a_shape"
-    monkeypatch.setattr(all_finite, name, all_finite.VARIANTS[variant])
+    monkeypatch.setattr(finite, name, finite.VARIANTS[variant])
     large = 520, 520
     shapes = [(3, 4), None, (2,), (3, 4), large, (2,), large, (), (), (0, 2)]
     given = [
@@ -128,7 +128,7 @@ def test_an_accelerator_reads_tensors_of_one_shape_together(platform, count):
     import jax
 
     def told(tensors):
-        return all_finite.not_finite(tensors)
+        return finite.not_finite(tensors)
 
     traced = jax.jit(told).trace([np.ones((2, 3), "float32")] * 3)
     lowered = traced.lower(lowering_platforms=(platform,)).as_text()
@@ -138,7 +138,7 @@ def test_an_accelerator_reads_tensors_of_one_shape_together(platform, count):
 def test_it_holds_where_kerass_float_type_is_bfloat16():
     keras.config.set_floatx("bfloat16")
     given = [np.ones((2, 3), "float32") for _ in range(3)]
-    assert bool(all_finite.all_finite(given))
+    assert bool(finite.all_finite(given))
     given[1][0] = np.nan
     assert compiled_check()(given) == [False, True, False]
-    assert not bool(all_finite.all_finite(given))
+    assert not bool(finite.all_finite(given))
