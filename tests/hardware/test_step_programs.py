@@ -160,7 +160,7 @@ def test_a_separate_check_per_gradient_is_caught(monkeypatch):
             finite, "_not_finite_of_a_shape", finite.VARIANTS["default"]
         )
         # JAX may have traced the other variant.
-        monkeypatch.setattr(finite, "_not_finite", finite.not_finite)
+        monkeypatch.setattr(finite, "_bad_of_step", finite.not_finite)
     with pytest.raises(AssertionError, match="too many kernels"):
         check(*compiled(FEW, "h200"), 7 + 10)
 

@@ -12,7 +12,7 @@ from tfmix.autocast import global_policy
 from tfmix.loss_scaling import errors, rules
 from tfmix.loss_scaling import optimizer as optimizers
 from tfmix.ops import stand_ins
-from tfmix.step import all_finite as finite
+from tfmix.step import finite
 
 # These tests scale the gradients for `apply` themselves.
 pytestmark = pytest.mark.filterwarnings(

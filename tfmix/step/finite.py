@@ -165,7 +165,7 @@ def apply_if_finite(
         boolean scalar tensor. Also a boolean vector: which gradients are not
         finite.
     """
-    bad = _not_finite(list(grads))
+    bad = _bad_of_step(list(grads))
     applied = _known(ops.logical_not(ops.any(bad)))
     update = functools.partial(_as_chosen, update)
     if isinstance(applied, bool):
@@ -298,6 +298,6 @@ def _flags(grads: list) -> Any:
 
 
 # It is compiled even for eager steps, where every operation costs time.
-_not_finite = (
+_bad_of_step = (
     jax.jit(_flags) if keras.backend.backend() == "jax" else not_finite
 )
