@@ -26,7 +26,10 @@ MODES = ("xla", "eager") if ON_JAX else ("eager", "graph", "xla")
 POLICIES = ("mixed_float16", "mixed_bfloat16")
 # A skipped step changes these counts, and those of a model that applies every
 # second step.
-COUNTS = ("skipped_steps", "consecutive_skips", "overflow_counts", "count")
+COUNTS = (
+    *("skipped_steps", "data_skips", "consecutive_skips"),
+    *("overflow_counts", "count"),
+)
 
 
 def batches(bad=None, leave_out=()):
