@@ -269,6 +269,47 @@ class Sums(keras.layers.Layer):
         return total + kops.numpy.sum(x, axis=-1, keepdims=True)
 
 
+def resized(policy, resize, size):
+    """Returns a gradient through resized images, compiled by XLA."""
+    import tensorflow as tf
+
+    with policy_scope(policy):
+        keras.utils.set_random_seed(1)
+        stack = [keras.Input((8, 8, 3)), keras.layers.Conv2D(4, 3)]
+        stack += [keras.layers.ReLU(), resize(size)]
+        model = keras.Sequential(stack)
+
+    @tf.function(jit_compile=True, autograph=False)
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            total = kops.mean(model(x, training=True) ** 2)
+        return tape.gradient(total, model.trainable_variables)[0]
+
+    x = np.random.default_rng(0).normal(size=(2, 8, 8, 3))
+    return gradient(tf.constant(x, "float32")).numpy()
+
+
+@pytest.mark.costly
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize(
+    ("resize", "size"),
+    [
+        (lambda n: keras.layers.UpSampling2D(n, interpolation="bilinear"), 2),
+        (
+            lambda n: keras.layers.Lambda(lambda x: kops.image.resize(x, n)),
+            (7,) * 2,
+        ),
+    ],
+    ids=["layer", "op"],
+)
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_xla_compiles_the_gradient_of_resized_images(policy, resize, size):
+    found, exact = (resized(p, resize, size) for p in (policy, "float32"))
+    scale = np.abs(exact).max()
+    dtype = policy.removeprefix("mixed_")
+    helpers.assert_close(found / scale, exact / scale, dtype)
+
+
 def test_a_functional_model_obeys_the_rules_active_when_it_runs():
     inputs = keras.Input((8192,), dtype="float16")
     sums = Sums(dtype="mixed_float16")(kops.cumsum(inputs, axis=-1) / 4096)

@@ -630,6 +630,16 @@ def normalized(call: Call) -> Any:
     return tensors.narrow(result, tensors.float_dtype(given))
 
 
+def resized(call: Call) -> Any:
+    """Resizes images; under TensorFlow in float32, as its kernels do.
+
+    XLA makes the gradient of 16-bit images float32, whatever it compiles for,
+    and then refuses the program.
+    """
+    call.is_ruled = call.is_ruled or _ON_TENSORFLOW
+    return usual(call)
+
+
 def mapped(call: Call) -> Any:
     """Runs a function for each row, by ops that TensorFlow can convert.
 

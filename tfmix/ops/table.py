@@ -64,6 +64,7 @@ OPS: dict[str, Op] = {
     ),
     # Its result has the dtype of its input, whatever its statistics have.
     "batch_normalization": Op(way=compute.normalized),
+    "resize": Op(way=compute.resized),
     # It runs a function of its caller.
     "vectorized_map": Op(way=compute.mapped),
     # A lookup.
