@@ -55,7 +55,7 @@ def by_loop(model, mode):
 
     def step():
         with tf.GradientTape() as tape:
-            loss = error(model(X))
+            loss = error(model(X, training=True))
         optimizer.apply(tape.gradient(loss, weights), weights)
         return loss
 
@@ -67,7 +67,8 @@ def by_stateless_loop(model, optimizer, mode):
     import jax
 
     def loss(weights):
-        return error(model.stateless_call(weights, [], X)[0])
+        guess, _ = model.stateless_call(weights, [], X, training=True)
+        return error(guess)
 
     def step(weights, state):
         found, slopes = jax.value_and_grad(loss)(weights)
