@@ -196,6 +196,9 @@ CONSTANTS = {
     "jax._src.array": {"ArrayImpl": type},
     "keras.src.backend.jax.trainer": {"jit": types.FunctionType},
     "tensorflow.python.eager.record": {"VariableWatcher": type},
+    "tensorflow.python.ops.control_flow_v2_func_graphs": {
+        "ControlFlowFuncGraph": type
+    },
     FUNCTION: {"Function": type},
     f"{FUNCTION}.Function": {"_run_functions_eagerly": property},
     TRACKABLE: {

@@ -9,6 +9,7 @@ import pytest
 
 from tests._keras.contracts import jax_only, tensorflow_only, with_metrics
 from tfmix._keras import (
+    custom_vjp,
     global_state,
     gradients,
     layers,
@@ -134,6 +135,36 @@ def test_a_gradient_function_of_one_operation_is_not_in_its_graph():
         y = concrete(x)
     assert float(tape.gradient(y, x)) == 1.0
     assert len(asked) == 1
+
+
+@jax_only
+def test_the_function_behind_a_custom_gradient_of_jax_is_found():
+    import jax
+
+    def rule(x):
+        return x, lambda upstream: upstream
+
+    assert custom_vjp.with_rule(jax.custom_gradient(rule)) is rule
+    assert custom_vjp.with_rule(jax.custom_vjp(rule)) is None
+
+
+@jax_only
+def test_a_transformation_is_told_from_the_one_around_it():
+    import jax
+
+    def within(transform):
+        seen = []
+        here = custom_vjp.transformation()
+        transform(lambda x: seen.append(custom_vjp.transformation()) or x)
+        assert custom_vjp.transformation() == here
+        return seen[0] == here
+
+    x = np.ones((2, 2), "float32")
+    assert within(lambda f: f(x))
+    assert not within(lambda f: jax.vmap(f)(x))
+    assert not within(lambda f: jax.jit(f)(x))
+    assert not within(lambda f: jax.vjp(f, x))
+    assert not within(lambda f: jax.checkpoint(f)(x))
 
 
 @tensorflow_only

@@ -18,6 +18,7 @@ from tests.autocast import replaced_names
 from tests.tree import ROOT
 from tfmix._keras import (
     compile_method,
+    custom_vjp,
     global_state,
     gradients,
     op_places,
@@ -40,8 +41,7 @@ class Comparison:
     """Remembers Keras's attributes, and those of a few more owners.
 
     tfmix's own wrappers have an `apply` beside that of Keras's optimizers.
-    TensorFlow has modules for custom gradients and traces of functions, and
-    tensors have operators.
+    So have custom gradients, the traces of functions, and tensors' operators.
     """
 
     def __init__(self):
@@ -49,6 +49,7 @@ class Comparison:
         beside = dict.fromkeys(
             owner
             for owner, _ in (
+                *custom_vjp.PLACES,
                 *gradients.CUSTOM,
                 *gradients.TRACE,
                 *operators.PLACES,

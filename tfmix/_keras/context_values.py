@@ -23,6 +23,10 @@ class Block:
         has_borders: Whether models scale their gradients at a border.
         placing: The factor of a border's power of two: in `fit` the loss scale
             divided by its first value, else 1.
+        outside: Computes a user's gradient function outside of the border
+            around the running code, `None` if there is no border.
+        power: The power of two of the gradients that are formed now, `None`
+            if they are unscaled.
         in_fit: Whether `fit`, or another method of a model, runs its step, so
             that a line after the epoch reports skipped steps.
         fit: The callback that reports the skipped steps of the `fit` around,
@@ -45,6 +49,8 @@ class Block:
     around: Any = None
     has_borders: bool = True
     placing: Any = 1.0
+    outside: Any = None
+    power: Any = None
     in_fit: bool = False
     fit: Any = None
     in_loop: bool = False

@@ -20,7 +20,11 @@ if keras.backend.backend() == "tensorflow":
     from tensorflow.python.eager import forwardprop_util, record
     from tensorflow.python.eager.polymorphic_function import function_context
     from tensorflow.python.framework import ops as framework_ops
-    from tensorflow.python.ops import custom_gradient, gradients_util
+    from tensorflow.python.ops import (
+        control_flow_v2_func_graphs,
+        custom_gradient,
+        gradients_util,
+    )
 
     CUSTOM = (
         (custom_gradient, "_eager_mode_decorator"),
@@ -108,6 +112,17 @@ def local(tensor: Any) -> Any:
     return tensor if is_here else tf.identity(tensor)
 
 
+def is_part_of(trace: Any) -> bool:
+    """Returns whether the running code is part of the function of a `trace`.
+
+    Loops and branches are, but not another `tf.function`.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    while isinstance(graph, control_flow_v2_func_graphs.ControlFlowFuncGraph):
+        graph = graph.outer_graph
+    return bool(weakref.ref(graph) == trace)
+
+
 def reach(tensor: Any) -> bool:
     """Returns whether a gradient of the running code may reach a tensor."""
     if is_recorded():
@@ -144,11 +159,11 @@ def runs_forward() -> bool:
     return bool(forwardprop_util.pack_tangents([]).indices)
 
 
-def and_variables(function: Callable, *args: Any) -> tuple[Any, list]:
-    """Returns a function's results, and the trainable variables it reads."""
+@contextlib.contextmanager
+def variables_read() -> Iterator[Callable[[], list]]:
+    """Yields a function that lists the trainable variables read so far."""
     with record.VariableWatcher() as watcher:
-        result = function(*args)
-    return result, list(watcher.watched_variables())
+        yield lambda: list(watcher.watched_variables())
 
 
 def replaced(

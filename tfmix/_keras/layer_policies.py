@@ -50,6 +50,11 @@ def path_of(layer: keras.Layer) -> str:
     return f"{parent}/{layer.name}" if parent else str(layer.name)
 
 
+def running() -> str:
+    """Returns the path of the layer whose call is running."""
+    return str(name_scope.current_path())
+
+
 def set_path(layer: keras.Layer, path: str) -> None:
     """Sets the path of a layer."""
     put(layer, "_path", path)

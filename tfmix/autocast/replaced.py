@@ -8,7 +8,13 @@ what says which policy a new layer gets, and `record` Keras's `compile`.
 from collections.abc import Callable
 from typing import Any
 
-from tfmix._keras import gradients, layers, op_places, penalties
+from tfmix._keras import (
+    custom_vjp,
+    gradients,
+    layers,
+    op_places,
+    penalties,
+)
 from tfmix.autocast import bare_optimizers, fallback
 from tfmix.ops import (
     attention,
@@ -22,6 +28,12 @@ from tfmix.ops.stand_ins import Method
 
 def _recomputed(original: Callable) -> Any:
     return recomputation.alike(original, stand_ins.block_as_now)
+
+
+def _unscaled(original: Callable) -> Any:
+    from tfmix.ops import jax_custom_gradients
+
+    return jax_custom_gradients.unscaled(original)
 
 
 def methods() -> list[Method]:
@@ -48,6 +60,8 @@ def methods() -> list[Method]:
             Method(place, _recomputed, always=True)
             for place in recomputation.PLACES
         ),
+        # Gradients are scaled inside of a model, but not those of a user's.
+        *(Method(place, _unscaled, always=True) for place in custom_vjp.PLACES),
         # A graph that was traced without a tape has no border.
         *(
             Method(place, gradients.traced_for_gradients, always=True)

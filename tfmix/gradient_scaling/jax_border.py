@@ -10,13 +10,21 @@ from jax import lax
 from jax import numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from tfmix._keras import compilation, context_values, linear_maps
+from tfmix._keras import (
+    compilation,
+    context_values,
+    custom_vjp,
+    linear_maps,
+)
 from tfmix.gradient_scaling import power
 from tfmix.ops import jax_products
 
 # A function of arrays that returns float results, losses, and the rest.
 Results = tuple[list, list, Any]
 Function = Callable[..., Results]
+# The float32 results of a user's function, and a function that turns them into
+# its result.
+Part = tuple[list, Callable]
 
 
 def call(
@@ -41,21 +49,106 @@ def call(
         What the function returns.
     """
     as_values = [id(value) in overwritten for value in values]
-    # JAX turns NumPy arrays into constants, for which it takes no gradients.
-    values = jax_products.varying_alike(map(jnp.asarray, values))
-    # Derivatives are taken only at the border.
-    fixed = lax.stop_gradient(values)
-    results, pull, others = jax.vjp(
-        _of_floats(function, fixed), *_floats(fixed), has_aux=True
-    )
-    results, losses = _known(
-        results,
-        (pull, context_values.block.get().placing),
-        values,
-        function,
-        functools.partial(_gradients, function, as_values),
-    )
-    return results, losses, others
+    parts: list[Part] = []
+    while True:
+        run = _Run(function, len(values), parts)
+        entered = itertools.chain(*(made for made, _ in parts))
+        # JAX turns NumPy arrays into constants, for which it takes no
+        # gradients.
+        given = jax_products.varying_alike(
+            map(jnp.asarray, [*values, *entered])
+        )
+        # Derivatives are taken only at the border.
+        fixed = lax.stop_gradient(given)
+        results, pull, others = jax.vjp(
+            _of_floats(run, fixed), *_floats(fixed), has_aux=True
+        )
+        flags = [False] * len(given)
+        if run.next_part is None:
+            flags[: len(values)] = as_values
+        results, losses = _known(
+            results,
+            (pull, context_values.block.get().placing),
+            given,
+            run,
+            functools.partial(_gradients, run, flags),
+        )
+        if run.next_part is None:
+            return results, losses, others
+        compute, merged = run.next_part
+        parts = [*parts, compute(merged(results, losses, others))]
+
+
+class _Run:
+    """Runs a function, of which some parts are computed outside.
+
+    A user's gradient function is such a part: it gets the unscaled gradient,
+    and what comes before it has a power of two of its own. XLA merges what
+    several runs compute.
+
+    Args:
+        function: The function.
+        count: The number of its arguments.
+        parts: The first parts, which are computed already.
+    """
+
+    def __init__(
+        self, function: Function, count: int, parts: Sequence[Part]
+    ) -> None:
+        self._function, self._count = function, count
+        self._parts = parts
+        # Computes the part after these, from arrays that the other function
+        # merges from what the run returns.
+        self.next_part: Any = None
+
+    def __call__(self, *given: Any) -> Results:
+        """Returns the results, or the float32 arguments of the next part.
+
+        Args:
+            *given: The arguments of the function, and the parts' results.
+        """
+        state = custom_vjp.transformation()
+        known, entered = iter(self._parts), iter(given[self._count :])
+        left: list[Results] = []
+
+        def outside(compute: Callable, arrays: list) -> Any:
+            if custom_vjp.transformation() != state:
+                return None
+            for made, rebuilt in known:
+                return rebuilt([next(entered) for _ in made])
+            if not left:
+                split, merged = _by_size(arrays)
+                left.append(split)
+                self.next_part = compute, merged
+            # What comes after it does not count.
+            made, rebuilt = compute(arrays)
+            return rebuilt(made)
+
+        with context_values.holding(outside=outside):
+            results = self._function(*given[: self._count])
+        return left[0] if left else results
+
+
+def _by_size(arrays: list) -> tuple[Results, Callable[..., list]]:
+    """Returns 16-bit arrays in float32, other float arrays, and the rest.
+
+    The second may be the state of a quantized layer, far larger than gradients.
+    It also returns a function that takes three such lists, and puts them
+    together.
+    """
+    kinds = [
+        2 if not _is_float(x) else int(x.dtype.itemsize > 2) for x in arrays
+    ]
+    split: Results = ([], [], [])
+    for kind, array in zip(kinds, arrays, strict=True):
+        wide = array.astype("float32") if kind == 0 else array
+        split[kind].append(wide)
+
+    def merged(*split: Sequence) -> list:
+        rest = [*map(iter, split)]
+        return [next(rest[kind]) for kind in kinds]
+
+    return split, merged
 
 
 def _known(

@@ -50,21 +50,132 @@ def call(
         What the function returns.
     """
     tensors = list(tensors)
-    as_values = [id(tensor) in overwritten for tensor in tensors]
     # Eager tensors become part of the graph, so that it has their gradients.
     inside = _told_apart(map(tf.convert_to_tensor, tensors))
     # A graph holds its own gradients. Inside a second tape, TensorFlow would
     # differentiate a loop twice, for which it keeps and adds up more.
     is_taped = tf.executing_eagerly() and gradients.is_recorded()
     tape = _tape() if is_taped else None
-    ((results, losses, rest), variables) = gradients.and_variables(
-        _recorded, tape, function, inside
-    )
-    as_values += [id(variable) in overwritten for variable in variables]
-    border = _Border(
-        again or function, inside, variables, (results, losses), as_values
-    )
+    with gradients.variables_read() as variables:
+        run = _Run(again or function, inside, variables, tape)
+        with context_values.holding(outside=run.outside):
+            results, losses, rest = _recorded(tape, function, inside)
+    pairs = zip(tensors, inside, strict=True)
+    copies = [id(new) for given, new in pairs if id(given) in overwritten]
+    border = run.border(results, losses, {*overwritten, *copies})
     return (*border.results(tape), rest)
+
+
+class _Run:
+    """One run of a function, which may compute some parts outside.
+
+    A user's gradient function is such a part: it gets the unscaled gradient,
+    and what comes before it has a power of two of its own.
+    """
+
+    def __init__(
+        self,
+        again: Function,
+        tensors: Sequence,
+        variables: Callable[[], list],
+        tape: tf.GradientTape | None,
+    ) -> None:
+        self._again, self._variables, self._tape = again, variables, tape
+        self._tensors = list(tensors)
+        self._trace = compilation.trace()
+        # The float32 results of each part, which are arguments of what comes
+        # after it, and a function that turns them into its result.
+        self._parts: list[tuple[list, Callable]] = []
+
+    def border(
+        self,
+        results: Sequence,
+        losses: Sequence,
+        overwritten: Collection[int] = (),
+    ) -> "_Border":
+        """Returns the border of everything that led to these results."""
+        again = functools.partial(self._run_again, len(self._parts))
+        tensors = [
+            *self._tensors,
+            *(x for made, _ in self._parts for x in made),
+        ]
+        variables, both = self._variables(), (list(results), list(losses))
+        return _Border(again, tensors, variables, both, overwritten)
+
+    def outside(
+        self, compute: Callable, tensors: list, may_leave: bool = True
+    ) -> Any:
+        """Computes a part of the function outside of the border.
+
+        Args:
+            compute: Takes the tensors in float32. Returns float32 results, and
+                a function that turns them into the result.
+            tensors: Its arguments, float tensors.
+            may_leave: Whether it may be computed outside. Inside a loop or a
+                branch it is not: it sees the power of two of its gradient.
+
+        Returns:
+            The result; `None` inside another function, whose gradient is traced
+            before the power of two is known.
+        """
+        is_here = compilation.trace() == self._trace
+        if not (is_here and may_leave and tensors):
+            is_known = context_values.block.get().power is not None
+            if not (is_here or is_known or gradients.is_part_of(self._trace)):
+                return None
+            made, rebuilt = compute(tensors, is_outside=False)
+            return rebuilt(made)
+        border = self.border(*_by_size(tensors))
+        paused = self._tape.stop_recording() if self._tape else _nothing()
+        with paused, context_values.holding(outside=None):
+            small, large = map(iter, border.results(self._tape))
+            made, rebuilt = compute(
+                [next(small if _is_small(x) else large) for x in tensors]
+            )
+        if self._tape:
+            self._tape.watch(made)
+        self._parts.append((made, rebuilt))
+        return rebuilt(made)
+
+    def _run_again(self, count: int, *given: Any) -> Results:
+        """Runs the function again, as far as its part of this number.
+
+        Args:
+            count: The number of parts before the results.
+            *given: The arguments of the function, and those parts' results.
+        """
+        first = len(self._tensors)
+        entered, left = iter(given[first:]), list[tuple[list, list]]()
+
+        def outside(compute: Callable, tensors: list) -> Any:
+            made, rebuilt = self._parts[len(left)]
+            left.append(_by_size(tensors))
+            # Later parts do not count.
+            return rebuilt([next(entered, known) for known in made])
+
+        with context_values.holding(outside=outside):
+            results, losses, _ = self._again(*given[:first])
+        return (
+            *(left[count] if count < len(left) else (results, losses)),
+            None,
+        )
+
+
+def _by_size(tensors: Sequence) -> tuple[list, list]:
+    """Returns 16-bit tensors in float32, and other tensors.
+
+    The latter may be the state of a quantized layer, far larger than gradients.
+    """
+    with _as_written():
+        small = [tf.cast(x, tf.float32) for x in tensors if _is_small(x)]
+        return small, [tf.identity(x) for x in tensors if not _is_small(x)]
+
+
+def _is_small(tensor: Any) -> bool:
+    return bool(tensor.dtype.size < 4)
+
+
+_nothing = contextlib.nullcontext
 
 
 def _told_apart(tensors: Iterable) -> list:
@@ -102,14 +213,19 @@ class _Border:
         tensors: Sequence,
         variables: Sequence,
         results: tuple[list, list],
-        as_values: Sequence[bool] = (),
+        overwritten: Collection[int] = (),
     ) -> None:
-        self._again, self._as_values = again, as_values
+        self._again = again
         self._tensors, self._variables = list(tensors), list(variables)
         self._results = results
         self._handles = gradients.handles(variables)
         self._factor = context_values.block.get().placing
         self._trace = compilation.trace()
+        self._as_values = {
+            n
+            for n, x in enumerate((*self._tensors, *self._variables))
+            if id(x) in overwritten
+        }
 
     def results(self, tape: tf.GradientTape | None) -> tuple[list, list]:
         """Returns results whose gradients are scaled inside.
@@ -142,13 +258,14 @@ class _Border:
         with _as_written():
             by = power.of(upstream[:count], upstream[count:], self._factor)
             scaled = [_times(by.up, gradient) for gradient in upstream]
-        inside = self._inside(tape, is_asked, scaled)
+        with context_values.holding(power=by):
+            inside = self._inside(tape, is_asked, scaled)
         kept = [n for n, g in enumerate(inside) if g is not None]
         values = [_values(inside[n]) for n in kept]
         # In another graph, such as that of a nested `tf.function`'s gradient,
         # the results of this one cannot be differentiated again.
         if gradients.is_recorded() and compilation.trace() == self._trace:
-            pull = functools.partial(self._pull, kept)
+            pull = functools.partial(self._pull, by, kept)
             border = _Border(
                 pull,
                 [*self._tensors, *scaled],
@@ -168,7 +285,7 @@ class _Border:
         with _as_written():
             unscaled = _all_unscaled(by.down, values, says_why)
             for n, true in zip(kept, unscaled, strict=True):
-                if not (self._as_values and self._as_values[n]):
+                if n not in self._as_values:
                     inside[n] = _as_before(inside[n], true)
         return inside
 
@@ -213,13 +330,14 @@ class _Border:
         asked: list = tape.gradient([*results[0], *results[1]], sources, scaled)
         return asked
 
-    def _pull(self, kept: Sequence, *given: Any) -> Results:
+    def _pull(self, by: power.Power, kept: Sequence, *given: Any) -> Results:
         """Computes the inner gradients again, as results of a border."""
         count = len(self._tensors)
         tensors, scaled = given[:count], given[count:]
         tape = _tape()
         results = _recorded(tape, self._again, tensors)
-        inside = self._asked(tape, results, tensors, scaled)
+        with context_values.holding(power=by):
+            inside = self._asked(tape, results, tensors, scaled)
         return [_values(inside[n]) for n in kept], [], None
 
 

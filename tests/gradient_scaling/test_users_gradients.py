@@ -1,0 +1,356 @@
+"""A user's gradient function inside a model gets what float32 would give it."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import tfmix
+from tests import helpers, steps
+
+ON_JAX = keras.backend.backend() == "jax"
+if ON_JAX:
+    import jax
+else:
+    import tensorflow as tf
+
+X = np.random.default_rng(0).normal(size=(64, 16)).astype("float32")
+# Targets are far away, so that few gradients are near 0.
+Y = np.full((64, 1), 30.0, "float32")
+WITHIN = {"mixed_float16": 0.02, "mixed_bfloat16": 0.1}
+# JAX takes half a minute op by op.
+MODES = [
+    pytest.param(mode, marks=[pytest.mark.slow] if ON_JAX else [])
+    if mode == "eager"
+    else mode
+    for mode in steps.MODES
+]
+
+
+def norm(g):
+    return ops.sqrt(ops.sum(g * g) + 1e-12)
+
+
+# Takes the gradient that comes in, and returns the one that leaves.
+GRADIENTS = {
+    "clip": lambda g: ops.clip(g, -1e-3, 1e-3),
+    "clip_by_norm": lambda g: g * ops.minimum(1.0, 0.01 / norm(g)),
+    "sign": ops.sign,
+    "normalise": lambda g: g / norm(g),
+    "constant": lambda g: 0.01 * ops.ones_like(g),
+    "reversal": lambda g: -g,
+    "straight_through": lambda g: g,
+}
+
+
+def tensorflows(forward, gradient):
+    @tf.custom_gradient
+    def function(x):
+        return forward(x), gradient
+
+    return function
+
+
+def kerases(forward, gradient):
+    @ops.custom_gradient
+    def function(x):
+        def of(*results, upstream=None):
+            # Keras's backends call it differently.
+            return gradient(results[0] if upstream is None else upstream)
+
+        return forward(x), of
+
+    return function
+
+
+def jaxes(forward, gradient):
+    @jax.custom_gradient
+    def function(x):
+        return forward(x), gradient
+
+    return function
+
+
+def jaxes_methods(forward, gradient):
+    @jax.custom_vjp
+    def function(x):
+        return forward(x)
+
+    # As in JAX's guide, the forward pass calls the function itself.
+    function.defvjp(lambda x: (function(x), None), lambda _, g: (gradient(g),))
+    return function
+
+
+DECORATED = {
+    True: [kerases, jaxes, jaxes_methods],
+    False: [kerases, tensorflows],
+}[ON_JAX]
+
+
+class Calls(layers.Layer):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def call(self, x):
+        return self.function(x)
+
+
+def network(policy, function, skips=False):
+    """Returns a model that calls a function between its layers."""
+    tfmix.set_global_policy(policy)
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((16,))
+    hidden = layers.Dense(32, "tanh")(inputs)
+    made = Calls(function)(hidden)
+    if skips:
+        made = layers.add([made, hidden])
+    hidden = layers.Dense(8, "tanh")(made)
+    return keras.Model(inputs, layers.Dense(1, dtype="float32")(hidden))
+
+
+def error(guess):
+    return ops.mean((guess - Y) ** 2)
+
+
+def gradients_by_loop(model, mode, loss):
+    """Returns the gradients of a function of the model's results."""
+    weights = model.trainable_variables
+    if ON_JAX:
+
+        def of(values):
+            return loss(lambda x: model.stateless_call(values, [], x)[0])
+
+        gradients = jax.grad(of)
+        return steps.compiled(gradients, mode)([v.value for v in weights])
+
+    def of():
+        with tf.GradientTape() as tape:
+            found = loss(model)
+        return tape.gradient(found, weights)
+
+    return steps.compiled(of, mode)()
+
+
+def by_fit(model, mode):
+    """Returns how far one step of gradient descent moves each weight."""
+    before = model.get_weights()
+    model.compile(
+        keras.optimizers.SGD(1.0),
+        "mse",
+        run_eagerly=mode == "eager",
+        jit_compile=mode in ("xla", "jit"),
+    )
+    model.fit(X, Y, batch_size=64, verbose=0)
+    pairs = zip(before, model.get_weights(), strict=True)
+    return [a - b for a, b in pairs]
+
+
+def found_by(model, run, mode, loss=lambda call: error(call(X))):
+    if run == "fit":
+        return by_fit(model, mode)
+    found = gradients_by_loop(model, mode, loss)
+    return [ops.convert_to_numpy(x) for x in found if x is not None]
+
+
+def assert_close(right, found, within):
+    far = [
+        float(np.linalg.norm(a - b) / np.linalg.norm(a))
+        for a, b in zip(right, found, strict=True)
+    ]
+    assert max(far) < within, far
+
+
+@pytest.mark.parametrize("policy", WITHIN)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("run", ["loop", "fit"])
+@pytest.mark.parametrize("decorated", DECORATED)
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_weights_in_front_move_as_in_float32(
+    name, decorated, run, mode, policy
+):
+    forward = ops.round if name == "straight_through" else ops.copy
+    function = decorated(forward, GRADIENTS[name])
+    right, found = (
+        found_by(network(each, function), run, mode)
+        for each in ("float32", policy)
+    )
+    # A number between two results may round to the other one.
+    is_step = name in ("sign", "straight_through")
+    assert_close(right, found, 0.1 if is_step else WITHIN[policy])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("factor", [1e-6, 1e6])
+@pytest.mark.parametrize("name", ["clip_by_norm", "constant"])
+def test_what_is_in_front_has_a_power_of_its_own(name, factor, skips, mode):
+    function = kerases(ops.copy, GRADIENTS[name])
+
+    def loss(call):
+        return factor * error(call(X))
+
+    right, found = (
+        found_by(network(policy, function, skips), "loop", mode, loss)
+        for policy in ("float32", "mixed_float16")
+    )
+    assert_close(right, found, 0.01)
+
+
+class Composite(layers.Layer):
+    """Calls functions with gradients of their own in some other way."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+
+    def build(self, shape):
+        if self.way in (of_a_weight, with_a_weight_inside):
+            self.w = self.add_weight(shape=(shape[-1], shape[-1]))
+
+    def call(self, x):
+        return self.way(self, x)
+
+
+def clipped(x):
+    return kerases(ops.copy, lambda g: g * ops.minimum(1.0, 0.01 / norm(g)))(x)
+
+
+def two_in_a_row(layer, x):
+    return clipped(ops.tanh(clipped(x)))
+
+
+def of_a_weight(layer, x):
+    return ops.matmul(x, clipped(layer.w + 0))
+
+
+def of_two_results(layer, x):
+    def both(*upstream):
+        (a, b) = upstream[0] if len(upstream) == 1 else upstream
+        return ops.clip(a, -1e-3, 1e-3) + 0.01 * ops.ones_like(b)
+
+    if ON_JAX:
+        function = jax.custom_gradient(lambda x: ((x + 0, 2 * x), both))
+    else:
+        function = tf.custom_gradient(lambda x: ((x + 0, 2 * x), both))
+    return ops.add(*function(x))
+
+
+def with_16_bit_numbers_inside(layer, x):
+    """Multiplies the gradient by a number from the forward pass."""
+    if ON_JAX:
+
+        @jax.custom_gradient
+        def function(x):
+            return x + 0, lambda g: jax.lax.mul(g, jax.lax.tanh(x))
+    else:
+
+        @tf.custom_gradient
+        def function(x):
+            return x + 0, lambda g: tf.multiply(g, tf.tanh(x))
+
+    return function(x)
+
+
+def with_keywords(layer, x):
+    if ON_JAX:
+
+        @jax.custom_vjp
+        def function(x, by=1.0):
+            return x * by
+
+        function.defvjp(
+            lambda x, by: (x * by, None),
+            lambda _, g: (ops.clip(g, -1e-3, 1e-3), None),
+        )
+        return function(x, by=2.0)
+
+    @tf.custom_gradient
+    def function(x, by):
+        return x * by, lambda g: (ops.clip(g, -1e-3, 1e-3), None)
+
+    return function(x, 2.0)
+
+
+def recomputed(layer, x):
+    return keras.remat(lambda x: clipped(ops.tanh(x)))(x)
+
+
+def in_a_branch(layer, x):
+    return ops.cond(ops.sum(x) > -1e9, lambda: clipped(x), lambda: x)
+
+
+def in_a_loop(layer, x):
+    return ops.fori_loop(0, 2, lambda _, x: clipped(x), x)
+
+
+def with_a_weight_inside(layer, x):
+    """Returns the gradient of a variable that the function reads."""
+
+    @tf.custom_gradient
+    def product(x):
+        def gradient(upstream, variables=()):
+            of_x = tf.matmul(upstream, layer.w, transpose_b=True)
+            of_w = tf.matmul(x, upstream, transpose_a=True)
+            of_x = tf.clip_by_value(of_x, -1e-3, 1e-3)
+            return of_x, [tf.clip_by_value(of_w, -1e-3, 1e-3)]
+
+        return tf.matmul(x, layer.w), gradient
+
+    return product(x)
+
+
+COMPOSITES = [two_in_a_row, of_a_weight, of_two_results]
+COMPOSITES += [with_16_bit_numbers_inside, with_keywords]
+if not ON_JAX:
+    COMPOSITES += [recomputed, in_a_branch, in_a_loop, with_a_weight_inside]
+
+
+def composed(policy, way):
+    tfmix.set_global_policy(policy)
+    keras.utils.set_random_seed(0)
+    first, last = layers.Dense(16, "tanh"), layers.Dense(1, dtype="float32")
+    hidden = [first, Composite(way), layers.Dense(8, "tanh")]
+    return keras.Sequential([keras.Input((16,)), *hidden, last])
+
+
+@pytest.mark.every_case("each way is a behaviour of its own")
+@pytest.mark.parametrize("way", COMPOSITES)
+@pytest.mark.parametrize(
+    "mode",
+    ["jit"] if ON_JAX else helpers.quick_are({"graph"}, ["graph", "xla"]),
+)
+def test_each_way_to_call_such_a_function_is_right(way, mode):
+    if mode == "xla" and way is in_a_loop:
+        pytest.skip("XLA cannot differentiate this loop in float32 either")
+    right, found = (
+        found_by(composed(policy, way), "loop", mode)
+        for policy in ("float32", "mixed_float16")
+    )
+    assert_close(right, found, 0.02)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("factor", [1.0, 1e-4])
+@pytest.mark.parametrize("decorated", DECORATED)
+def test_a_penalty_on_its_gradient_is_right(decorated, factor, mode):
+    function = decorated(ops.tanh, lambda g: ops.tanh(100.0 * g) / 100.0)
+    x = ops.convert_to_tensor(X)
+
+    def loss(call):
+        if ON_JAX:
+            slope = jax.grad(lambda x: ops.sum(call(x)))(x)
+        else:
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                summed = ops.sum(call(x))
+            slope = tape.gradient(summed, x)
+        return factor * ops.mean(slope**2)
+
+    right, found = (
+        # Nothing reaches the last bias.
+        found_by(network(policy, function), "loop", mode, loss)[:-1]
+        for policy in ("float32", "mixed_float16")
+    )
+    assert_close(right, found, 0.02)

@@ -1,0 +1,38 @@
+"""Finds the user's function behind a `jax.custom_vjp`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from tfmix._keras import replacements
+
+PLACES: tuple[replacements.Place, ...] = ()
+if keras.backend.backend() == "jax":
+    import jax
+    import jax.extend
+
+    PLACES = ((jax.custom_vjp, "__call__"),)
+
+
+def with_rule(function: Any) -> Callable | None:
+    """Returns what `jax.custom_gradient` got, `None` for other functions.
+
+    It takes arguments, and returns a result and its gradient function. JAX
+    traces that one for gradients of the result's dtypes.
+    """
+    inner = function.fun
+    if getattr(inner, "__module__", "") != jax.custom_gradient.__module__:
+        return None
+    names = inner.__code__.co_freevars
+    cells = dict(zip(names, inner.__closure__ or (), strict=True))
+    return cells["fun"].cell_contents if "fun" in cells else None
+
+
+def transformation() -> Any:
+    """Returns a token of the running trace or transformation, such as `vmap`.
+
+    It is a string in versions of JAX that do not tell.
+    """
+    state = getattr(jax.extend.core, "get_opaque_trace_state", None)
+    return state() if state else "unknown"
