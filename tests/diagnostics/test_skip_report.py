@@ -503,3 +503,21 @@ def test_all_optimizers_that_a_model_steps_are_counted(said, how):
     model.fit(**batches(bad=range(4)))
     (told,) = (text for text in said if "skipped" in text)
     assert told.startswith("8 of 32 steps of epoch 1 were skipped")
+
+
+@pytest.mark.costly
+@helpers.requires_backend("jax")
+@pytest.mark.parametrize("together", [1, 3])
+def test_steps_of_an_unwrapped_optimizer_are_counted_under_jax(said, together):
+    with global_policy.policy_scope("mixed_float16"):
+        model = keras.Sequential(layers())
+    model.compile(
+        "sgd", "mse", auto_scale_loss=False, steps_per_execution=together
+    )
+    for _ in range(2):
+        model.fit(**batches(bad=[3, 4, 9]))
+        (text,) = said
+        assert text.startswith("3 of 16 steps of epoch 1 were skipped")
+        said.clear()
+    model.fit(**batches())
+    assert not said

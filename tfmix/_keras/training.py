@@ -80,7 +80,7 @@ def join_fit(
     model: keras.Model,
     callback: keras.callbacks.Callback,
 ) -> None:
-    """Calls a callback's methods of a run and its epochs, until `undo`.
+    """Calls a callback's methods of a run and its parts, until `undo`.
 
     It joins the `fit` that has just begun: the callbacks exist, and none was
     called yet. The arguments of `fit` stay as they came, because a function
@@ -95,6 +95,7 @@ def join_fit(
     for name in (
         "on_train_begin",
         "on_epoch_begin",
+        "on_train_batch_end",
         "on_epoch_end",
         "on_train_end",
     ):

@@ -20,6 +20,7 @@ from tfmix._keras import (
     optimizers,
     replacements,
     saved_models,
+    training,
 )
 from tfmix._keras import variables as keras_variables
 from tfmix.loss_scaling import optimizer as scaling
@@ -37,7 +38,8 @@ class Skips:
 
     TensorFlow counts them in a variable that a SavedModel saves with the
     optimizer's own. A function that JAX compiles can only change the variables
-    that it is given, so JAX counts eager steps, and those that `ask` reports.
+    that it is given, so JAX counts eager steps, those that `ask` reports, and
+    in `fit` those that were not applied.
     """
 
     rule = rules.NoLossScale()
@@ -99,6 +101,14 @@ class Skips:
             standstill.warn_of_eighth(
                 self._name, self._paths, self.consecutive_skips, bad
             )
+
+    def count_rest(self, steps: int, applied: int) -> None:
+        """Counts those of an epoch's steps that were not applied (JAX)."""
+        lost = steps - applied
+        counts = np.array(self._host_counts())
+        counts[:2] += lost
+        counts[1] *= not applied
+        self._counts = counts
 
     def _after(self, applied: Any, bad: Any) -> Any:
         """Returns the counts after a step of a graph (TensorFlow)."""
@@ -256,3 +266,15 @@ def skippers(model: keras.Model) -> list[Skipper]:
     ]
     bare = [_skips[x] for x in held if x in _skips]
     return [*scaling.scalers(model), *bare]
+
+
+def uncounted(model: keras.Model) -> Skips | None:
+    """Returns the counter of an optimizer whose steps of `fit` count nothing.
+
+    Under JAX it is that of an unwrapped optimizer. Keras's own step applies
+    gradients once, whereas a user's may do so now and then.
+    """
+    is_counted = _ON_TENSORFLOW or model.run_eagerly or _ask is not _ask_nobody
+    if is_counted or training.has_own_step(model):
+        return None
+    return None if model.optimizer is None else _skips.get(model.optimizer)

@@ -81,6 +81,8 @@ class SkipWatch(keras.callbacks.Callback):
         self._before: Counts = {}
         self._now: Counts | None = None
         self._lowest: dict[Any, float] = {}
+        # The steps of the running epoch.
+        self._steps = 0
         # The last epoch with skipped steps.
         self._last = skip_causes.Skips()
         self._has_reported = False
@@ -122,10 +124,15 @@ class SkipWatch(keras.callbacks.Callback):
             self._now = self._count()
         self._before, self._has_reported = self._now, False
 
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Counts the steps of the epoch."""
+        self._steps = batch + 1
+
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Reports how many steps were skipped, and the likeliest cause."""
         if self._stands_back:
             return
+        self._count_rest()
         self._now = self._count()
         skips = self._skips(self._now)
         if skips.skipped:
@@ -136,6 +143,16 @@ class SkipWatch(keras.callbacks.Callback):
             lowest = self._lowest.get(optimizer, math.inf)
             self._lowest[optimizer] = min(lowest, count.scale)
         self._epoch = epoch + 1
+
+    def _count_rest(self) -> None:
+        """Counts the skipped steps of an optimizer that does not (JAX)."""
+        rest = bare_optimizers.uncounted(self.model)
+        whole = (self.params or {}).get("steps")
+        # The last of several steps of one execution may not have been there.
+        if rest and (whole or self.model.steps_per_execution == 1):
+            before = self._before.get(rest, Counted()).applied
+            made = min(self._steps, whole or self._steps)
+            rest.count_rest(made, steps(rest)[0] - before)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Reports what was no news after its epoch."""
