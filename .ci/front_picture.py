@@ -26,7 +26,11 @@ def counted(folder: pathlib.Path) -> list[tuple[str, dict[str, int], int]]:
     }
     wild = _rows(folder, "wild-tensorflow", 0)
     trained = {row["library"]: row["train"] for row in wild}
-    steps = _rows(folder, "compiled-jax", 1)
+    steps = [
+        row
+        for row in _rows(folder, "compiled-jax", 0)
+        if row["model"] == "200 x 256 x 256"
+    ]
     kernels = {row["optimizer"]: row["kernels"] for row in steps}
     added = {name: kernels[name] - kernels["bare"] for name in _COLOURS}
     return [

@@ -8,7 +8,7 @@ from keras import layers, optimizers
 import tfmix
 from tests import helpers
 from tfmix.autocast import record as mixed_model
-from tfmix.ops import stand_ins
+from tfmix.ops import active_rules, stand_ins
 
 X = np.random.default_rng(3).normal(size=(16, 3)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
@@ -294,18 +294,18 @@ def test_rules_hold_for_a_users_own_compile_and_not_for_kerass():
     @keras.saving.register_keras_serializable("tests")
     class Noting(optimizers.SGD):
         def __init__(self, **kwargs):
-            seen["Keras's"] = stand_ins.of_caller()
+            seen["Keras's"] = active_rules.of_caller()
             super().__init__(**kwargs)
 
     class Model(Subclassed):
         def compile(self, *args, **kwargs):
-            seen["own"] = stand_ins.of_caller()
+            seen["own"] = active_rules.of_caller()
             super().compile(*args, **kwargs)
 
     model = under(F16, Model, optimizers.serialize(Noting()))
     assert described(model.optimizer) == "Dynamic 32768 Noting"
     assert seen == {"own": stand_ins.installed(), "Keras's": frozenset()}
-    assert stand_ins.SIXTEEN_BIT in seen["own"]
+    assert active_rules.SIXTEEN_BIT in seen["own"]
 
 
 @helpers.requires_backend("tensorflow")
@@ -314,7 +314,7 @@ def test_a_step_runs_under_the_rules_of_the_last_policy_only():
 
     class Model(Subclassed):
         def train_step(self, data):
-            seen.append({"tanh", "sum"} & stand_ins.of_caller())
+            seen.append({"tanh", "sum"} & active_rules.of_caller())
             return super().train_step(data)
 
     model = Model()

@@ -12,7 +12,7 @@ import pytest
 import tfmix
 from tests import helpers
 from tfmix.autocast import global_policy as state
-from tfmix.ops import stand_ins
+from tfmix.ops import active_rules, stand_ins
 from tfmix.policy import policy as policies
 
 # The public function `devices` hides the module.
@@ -365,7 +365,7 @@ def test_without_a_policy_of_tfmix_kerass_policy_holds():
 
 def test_rules_come_and_go_with_the_policy():
     policy = Policy("mixed_float16", float32_ops=["tanh"])
-    rules = {"tanh", stand_ins.SIXTEEN_BIT}
+    rules = {"tanh", active_rules.SIXTEEN_BIT}
     with state.policy_scope(policy):
         assert stand_ins.installed() == rules
     assert not stand_ins.installed()
@@ -414,11 +414,11 @@ def test_scopes_of_a_thread_may_end_in_any_order():
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    assert (new_layer_policy(), stand_ins.of_caller()) == ("float32", set())
+    assert (new_layer_policy(), active_rules.of_caller()) == ("float32", set())
     second.__exit__(None, None, None)
-    assert stand_ins.of_caller() == set()
+    assert active_rules.of_caller() == set()
     state.set_global_policy("mixed_bfloat16")
-    assert stand_ins.SIXTEEN_BIT in stand_ins.of_caller()
+    assert active_rules.SIXTEEN_BIT in active_rules.of_caller()
 
 
 def test_a_decorated_function_runs_in_several_threads_at_a_time():
@@ -444,4 +444,4 @@ def test_a_decorated_function_runs_in_several_threads_at_a_time():
     assert results == ["mixed_float16"]
     assert new_layer_policy() == "mixed_bfloat16"
     state.set_global_policy("float32")
-    assert stand_ins.of_caller() == set()
+    assert active_rules.of_caller() == set()

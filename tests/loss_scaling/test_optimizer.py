@@ -11,7 +11,7 @@ from tests import helpers, steps
 from tfmix.autocast import global_policy
 from tfmix.loss_scaling import errors, rules
 from tfmix.loss_scaling import optimizer as optimizers
-from tfmix.ops import stand_ins
+from tfmix.ops import active_rules
 from tfmix.step import finite
 
 # These tests scale the gradients for `apply` themselves.
@@ -335,14 +335,14 @@ def test_apply_refuses_what_it_cannot_place():
 
 def test_a_step_computes_without_the_rules_of_its_model(monkeypatch):
     global_policy.set_global_policy("mixed_float16")
-    assert stand_ins.of_caller()
+    assert active_rules.of_caller()
     seen = {}
 
     def watch(owner, name):
         original = getattr(owner, name)
 
         def noted(*args):
-            seen[name] = stand_ins.of_caller()
+            seen[name] = active_rules.of_caller()
             return original(*args)
 
         monkeypatch.setattr(owner, name, noted)

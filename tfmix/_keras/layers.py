@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -356,6 +357,22 @@ def casts_to_16_bit(variable: keras.Variable) -> bool:
         and bool(variable._autocast)
         and variable._dtype == "float32"
     )
+
+
+def reading(original: Callable, copied: Callable) -> Callable:
+    """Returns what reads a variable, by `copied` where a read casts it.
+
+    Args:
+        original: Keras's function of `AUTOCAST`.
+        copied: Takes a variable and its value; returns the 16-bit copy.
+    """
+
+    @functools.wraps(original)
+    def maybe_cast(self: Any, value: Any) -> Any:
+        read = copied if casts_to_16_bit(self) else original
+        return read(self, value)
+
+    return maybe_cast
 
 
 def kernel_of(layer: Any) -> keras.Variable | None:

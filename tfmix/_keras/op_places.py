@@ -83,11 +83,9 @@ def targets(name: str) -> tuple[replacements.Place, ...]:
 def copy_module(module: types.ModuleType, make: Callable) -> types.ModuleType:
     """Copies a module, with `make(function, name=name)` for each op."""
     is_core = module.__name__.endswith(".core")
-    functions = {
-        name: make(vars(module)[name], name=name)
-        for name in ((*CONVERSIONS, *_OF_CORE) if is_core else vars(module))
-        if not name.startswith("_") and _defines(module, name)
-    }
+    names = (*CONVERSIONS, *_OF_CORE) if is_core else tuple(vars(module))
+    own = [n for n in names if not n.startswith("_") and _defines(module, n)]
+    functions = {name: make(vars(module)[name], name=name) for name in own}
     return replacements.copy_module(module, functions)
 
 
@@ -118,10 +116,10 @@ def float32_softmax(layer: keras.Layer) -> Iterator[None]:
         yield
 
 
-def dtype_position(function: Callable) -> int:
+def dtype_position(function: Callable) -> int | None:
     """Returns the position of a backend function's `dtype` argument."""
     names = list(inspect.signature(function).parameters)
-    return names.index("dtype") if "dtype" in names else len(names) + 1
+    return names.index("dtype") if "dtype" in names else None
 
 
 def wanted_dtype(args: tuple, kwargs: dict, position: int) -> str | None:

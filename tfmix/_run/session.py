@@ -104,7 +104,8 @@ class _Session:
             }
         )
         self._steps.watch()
-        record.report_skips(skip_report.Reporter(lambda: _Watch(self)))
+        fit = functools.partial(skip_report.fit_with, lambda: _Watch(self))
+        record.report_skips(fit)
         atexit.register(self._end)
 
     def _decide(

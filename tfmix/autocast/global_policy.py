@@ -22,14 +22,14 @@ from tfmix._keras import (
     version,
 )
 from tfmix.autocast import new_layers, record, replaced
-from tfmix.ops import stand_ins
+from tfmix.ops import active_rules, stand_ins
 from tfmix.policy import policy as policies
 from tfmix.policy.devices import is_on_tpu
 
 _lock = threading.RLock()
 _hooks = replacements.Replacements()
 compile_method.use(record.compiling)
-stand_ins.use(replaced.methods)
+stand_ins.use(replaced.METHODS)
 # The choice of `set_global_policy`; `None` before its first call.
 _base: "_Choice | None" = None
 # The open scopes of all threads, latest last. The tuple is replaced rather than
@@ -253,7 +253,7 @@ class _Scope:
 
     def open_rules(self) -> None:
         self._rules.close()
-        rules = stand_ins.rules_of(self.choice.given)
+        rules = active_rules.of_policy(self.choice.given)
         self._rules.enter_context(stand_ins.block(rules))
 
     def close(self) -> None:
@@ -288,7 +288,7 @@ def _refresh() -> None:
     """Updates Keras for the active policies, under the lock."""
     latest = _open[-1].choice if _open else _base
     given = None if latest is None else latest.given
-    stand_ins.install(stand_ins.rules_of(given))
+    stand_ins.install(active_rules.of_policy(given))
     if _open or (given is not None and given.name != "float32"):
         _hook()
     else:

@@ -31,7 +31,7 @@ from tfmix.autocast import (
 from tfmix.float8 import chosen_layers
 from tfmix.gradient_scaling import heads, model_call, outermost
 from tfmix.loss_scaling import optimizer as scaling
-from tfmix.ops import exact_values, stand_ins, tensors
+from tfmix.ops import active_rules, exact_values, stand_ins, tensors
 from tfmix.optimizers import sixteen_bit_optimizer
 from tfmix.policy import layer_dtypes
 from tfmix.policy import policy as policies
@@ -39,26 +39,20 @@ from tfmix.policy.devices import devices
 from tfmix.step import guard
 
 
-class _Silence:
-    """Reports no skipped steps."""
-
-    def fit(
-        self, model: keras.Model, fit: Callable, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Calls a model's `fit`."""
-        return fit(*args, **kwargs)
-
-    def begin(self, model: keras.Model) -> None:
-        """Does nothing where a run begins."""
+def _in_silence(
+    model: keras.Model, fit: Callable, *args: Any, **kwargs: Any
+) -> Any:
+    return fit(*args, **kwargs)
 
 
-_reports: Any = _Silence()
+# Calls a model's `fit` and reports after each epoch why steps were skipped.
+_report_skips: Callable[..., Any] = _in_silence
 
 
-def report_skips(by: Any) -> None:
-    """Sets what reports why steps were skipped, in place of `_Silence`."""
-    global _reports
-    _reports = by
+def report_skips(by: Callable[..., Any]) -> None:
+    """Sets a function that gets a model and its `fit`, and calls `fit`."""
+    global _report_skips
+    _report_skips = by
 
 
 def set_policy(model: keras.Model, policy: keras.DTypePolicy) -> None:
@@ -117,7 +111,7 @@ class _MixedModel:
         self.level = ruled.level
         # The float8 layers are chosen later.
         self._float8 = ruled if ruled.is_float8 else None
-        self._rules = stand_ins.rules_of(policy)
+        self._rules = active_rules.of_policy(policy)
         self._outputs = outermost.Outputs(model, self._under_rules)
         self.is_compiling = False
         self.wrappers = self._wrappers()
@@ -198,13 +192,14 @@ class _MixedModel:
         fit = original
         if self._averages():
             fit = functools.partial(self._swapped, "fit", original)
-        return _reports.fit(self._model, fit, *args, **kwargs)
+        return _report_skips(self._model, fit, *args, **kwargs)
 
     def _make_train_function(
         self, original: Callable, *args: Any, **kwargs: Any
     ) -> Any:
         made = fallback.retrying(self._model, original, *args, **kwargs)
-        _reports.begin(self._model)
+        if (watch := context_values.block.get().fit) is not None:
+            watch.join(self._model)
         return made
 
     def _averages(self) -> bool:
@@ -321,7 +316,7 @@ def compiling(original: Callable[..., None]) -> Callable[..., None]:
         guarded = kwargs.pop("guarded", None)
         if guarded is None or not guarded.alone:
             _adopt(self)
-        in_force = stand_ins.SIXTEEN_BIT in stand_ins.of_caller()
+        in_force = active_rules.SIXTEEN_BIT in active_rules.of_caller()
         if policy_of(self) or guarded or in_force:
             _compile(self, inner, args, kwargs)
         else:

@@ -36,40 +36,27 @@ def _unscaled(original: Callable) -> Any:
     return jax_custom_gradients.unscaled(original)
 
 
-def methods() -> list[Method]:
-    """Lists the methods that are replaced while a 16-bit policy is active."""
-    return [
-        # A copy of a variable knows its float32 source.
-        Method(layers.AUTOCAST, weights.autocast),
-        # A loop would keep float32 sums of all its steps.
-        Method(layers.LOOP, weights.loop),
-        # A layer's state is what float32 computes.
-        Method(layers.ASSIGN, fallback.assigning_exactly),
-        # Regularizers and added losses exceed float16.
-        *(
-            Method(place, exact_values.with_float32_arguments)
-            for place in penalties.PLACES
-        ),
-        # A step whose gradients are not finite is skipped.
-        *(
-            Method(place, bare_optimizers.applying)
-            for place in bare_optimizers.places()
-        ),
-        # A user's gradient runs after the layer's call, under its settings.
-        *(
-            Method(place, _recomputed, always=True)
-            for place in recomputation.PLACES
-        ),
-        # Gradients are scaled inside of a model, but not those of a user's.
-        *(Method(place, _unscaled, always=True) for place in custom_vjp.PLACES),
-        # A graph that was traced without a tape has no border.
-        *(
-            Method(place, gradients.traced_for_gradients, always=True)
-            for place in gradients.TRACE
-        ),
-        # With dropout, attention layers do not call the op.
-        *(
-            Method(place, attention.attention_in_float32, op_places.ATTENTION)
-            for place in op_places.ATTENTION_METHODS
-        ),
-    ]
+METHODS = (
+    # It makes a copy of a variable that knows its float32 source.
+    Method([layers.AUTOCAST], weights.autocast, always=True),
+    # A loop would keep float32 sums of all its steps.
+    Method([layers.LOOP], weights.loop),
+    # A layer's state is what float32 computes.
+    Method([layers.ASSIGN], fallback.assigning_exactly),
+    # Regularizers and added losses exceed float16.
+    Method(penalties.PLACES, exact_values.with_float32_arguments),
+    # A step whose gradients are not finite is skipped.
+    Method(bare_optimizers.places, bare_optimizers.applying),
+    # A user's gradient runs after the layer's call, under its settings.
+    Method(recomputation.PLACES, _recomputed, always=True),
+    # Gradients are scaled inside of a model, but not those of a user's.
+    Method(custom_vjp.PLACES, _unscaled, always=True),
+    # A graph that was traced without a tape has no border.
+    Method(gradients.TRACE, gradients.traced_for_gradients, always=True),
+    # With dropout, attention layers do not call the op.
+    Method(
+        op_places.ATTENTION_METHODS,
+        attention.attention_in_float32,
+        rule=op_places.ATTENTION,
+    ),
+)

@@ -28,7 +28,7 @@ from tfmix._keras import (
     global_state,
     op_places,
 )
-from tfmix.ops import exact_values, tensors
+from tfmix.ops import active_rules, exact_values, tensors
 from tfmix.ops.exact_values import Exact, Known
 
 # A smaller number is one of a sum's last digits in bfloat16, and its powers in
@@ -36,6 +36,7 @@ from tfmix.ops.exact_values import Exact, Known
 _SMALL = 2.0**-6
 _NUMBERS = (int, float, np.integer, np.floating)
 _PLAIN = frozenset((str, bool, type(None), type(...), slice))
+_block = context_values.block.get
 _ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 
 
@@ -102,7 +103,6 @@ class Function:
     ) -> None:
         self.original, self.row = original, row
         self.is_composed, self.is_reversed = is_composed, is_reversed
-        # The position of its argument `dtype`, beyond the last if it has none.
         self.dtype_at = op_places.dtype_position(original)
 
     def run(self, args: tuple, kwargs: dict) -> Any:
@@ -134,6 +134,7 @@ class Call:
         weights: How many of them are copies of weights.
         noted: How many of them have another float32 value that is known.
         numbers: The numbers among the arguments.
+        read: The values of variables, by their `id`s.
     """
 
     __slots__ = (
@@ -146,6 +147,7 @@ class Call:
         "noted",
         "numbers",
         "op",
+        "read",
         "tensors",
         "weights",
     )
@@ -165,6 +167,7 @@ class Call:
         self.tensors: list[Any] = []
         self.exact: list[Exact | None] = []
         self.numbers: list[Any] = []
+        self.read: dict[int, Any] = {}
         args = [self._see(value, True) for value in self.args]
         self.args = tuple(args)
         if self.kwargs:
@@ -175,7 +178,7 @@ class Call:
 
     def _see(self, value: Any, is_argument: bool = False) -> Any:
         """Notes what an argument is; returns it, or a variable's value."""
-        kind = type(value)
+        kind: Any = type(value)
         if kind is float or kind is int:
             if is_argument:
                 self.numbers.append(value)
@@ -183,17 +186,29 @@ class Call:
         if kind in _PLAIN:
             return value
         if isinstance(value, list | tuple | dict):
-            return tensors.map_leaves(value, self._see)
+            for one in value.values() if isinstance(value, dict) else value:
+                self._see(one)
+            if not self.read:
+                return value
+            return tensors.map_leaves(
+                value, lambda leaf: self.read.get(id(leaf), leaf)
+            )
         if isinstance(value, keras.Variable):
             # A layer's variables of other dtypes are handed on as they came.
             dtype = str(value.dtype)
             if dtype in _formats.SIXTEEN_BIT:
-                value = compilation.read(value)
+                name = id(value)
+                if name not in self.read:
+                    self.read[name] = compilation.read(value)
+                value = self.read[name]
         else:
-            dtype = tensors.float_dtype(value)
-        if not dtype or (is_argument and _is_number(value)):
-            if is_argument and _is_number(value):
+            own = getattr(value, "dtype", None)
+            dtype = "" if own is None else tensors.known_dtype(kind, own)
+        if isinstance(value, np.generic | np.ndarray) and _is_number(value):
+            if is_argument:
                 self.numbers.append(value)
+            return value
+        if not dtype:
             return value
         if dtype in _formats.SIXTEEN_BIT:
             exact = exact_values.note(value)
@@ -239,13 +254,17 @@ class Call:
     def in_float32(self, change: Callable[[Any], Any]) -> Any:
         """Computes with changed arguments, and with float32 as its dtype."""
         args, kwargs = tensors.map_leaves((self.args, self.kwargs), change)
-        return self.op.run(
-            *op_places.with_float32(args, kwargs, self.op.dtype_at)
-        )
+        place = self.op.dtype_at
+        if place is not None:
+            args, kwargs = op_places.with_float32(args, kwargs, place)
+        return self.op.run(args, kwargs)
 
     def wanted(self) -> str | None:
         """Returns the dtype that the call asks for, `None` without one."""
-        return op_places.wanted_dtype(self.args, self.kwargs, self.op.dtype_at)
+        place = self.op.dtype_at
+        if place is None:
+            return None
+        return op_places.wanted_dtype(self.args, self.kwargs, place)
 
     def weight_at(self) -> int | None:
         """Returns which of two 16-bit tensors is a weight, if one is."""
@@ -269,6 +288,30 @@ def computed(op: Function, args: tuple, kwargs: dict, is_ruled: bool) -> Any:
     """Computes an op: the function that all of them go through."""
     call = Call(op, args, kwargs, is_ruled)
     return usual(call) if op.row.way is None else op.row.way(call)
+
+
+def stand_in(original: Callable, name: str, op: Callable) -> Callable:
+    """Returns what replaces Keras's function of an op.
+
+    Args:
+        original: The function.
+        name: The name of the op, which a policy's rules may hold.
+        op: Returns the function with its row.
+    """
+
+    @functools.wraps(original)
+    def by_rules(*args: Any, **kwargs: Any) -> Any:
+        if local.inside:
+            return original(*args, **kwargs)
+        # This is `active_rules.of_caller`; nothing is called more often.
+        names = _block().rules
+        if names is None:
+            names = active_rules.installed.rules
+        if not names:
+            return original(*args, **kwargs)
+        return computed(op(), args, kwargs, name in names)
+
+    return by_rules
 
 
 def usual(call: Call) -> Any:

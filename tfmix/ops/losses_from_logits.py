@@ -13,6 +13,7 @@ from typing import Any
 import keras
 
 from tfmix._keras import global_state
+from tfmix.ops import active_rules
 
 _ON_JAX = keras.backend.backend() == "jax"
 # Losses of `keras.ops` with `from_logits`, and the activation that they invert.
@@ -30,18 +31,13 @@ if _ON_JAX:
 ACTIVATIONS = ("softmax", "sigmoid")
 
 
-def noting(activation: Callable[..., Any], is_active: Callable) -> Callable:
-    """Returns an op that notes its input on its output.
-
-    Args:
-        activation: The op.
-        is_active: Returns whether the caller is under a 16-bit policy.
-    """
+def noting(activation: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns an op that notes its input on its output, under a policy."""
 
     @functools.wraps(activation)
     def compute(x: Any, **axis: Any) -> Any:
         result = activation(x, **axis)
-        if not is_active():
+        if not active_rules.of_caller():
             return result
         if _ON_JAX:
             note = {_key(activation.__name__, result, **axis): x}

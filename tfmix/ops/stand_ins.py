@@ -10,10 +10,8 @@ import functools
 import inspect
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
-
-import keras
 
 from tfmix._keras import (
     context_values,
@@ -21,11 +19,7 @@ from tfmix._keras import (
     operators,
     replacements,
 )
-from tfmix.ops import compute, losses_from_logits, table
-from tfmix.policy import policy as policies
-
-# Every 16-bit policy has this rule, in addition to its ops.
-SIXTEEN_BIT = "(16 bit)"
+from tfmix.ops import active_rules, compute, losses_from_logits, table
 
 Maker = Callable[[Any], Any]
 
@@ -34,25 +28,23 @@ class Method(NamedTuple):
     """A method that is replaced besides ops, and what makes its stand-in.
 
     Attributes:
-        place: The owner and the name of the method.
+        places: The owner and the name of each method, or what finds these.
         make: Takes the original, and returns what replaces it.
         rule: The rule under which it is replaced, and holds.
         always: Whether it holds for every caller while it is replaced.
     """
 
-    place: replacements.Place
+    places: Sequence[replacements.Place] | Callable[[], Sequence]
     make: Maker
-    rule: str = SIXTEEN_BIT
+    rule: str = active_rules.SIXTEEN_BIT
     always: bool = False
 
 
-# Lists the methods (`autocast.replaced`).
-_methods: Callable[[], Iterable[Method]] = tuple
+# The methods that are replaced (`autocast.replaced`).
+_methods: list[Method] = []
 
 _lock = threading.RLock()
 _replacements = replacements.Replacements()
-# These rules are active outside blocks.
-_installed: frozenset[str] = frozenset()
 # Rules of running blocks, counted over all threads.
 _running: Counter[frozenset[str]] = Counter()
 # These stay replaced until the next `install`, even without a block.
@@ -60,56 +52,48 @@ _kept: frozenset[str] = frozenset()
 _replaced: frozenset[str] = frozenset()
 
 
-def use(methods: Callable[[], Iterable[Method]]) -> None:
-    """Sets what lists the methods that are replaced besides ops."""
-    global _methods
-    _methods = methods
+def use(methods: Iterable[Method]) -> None:
+    """Sets which methods are replaced besides ops."""
+    _methods[:] = methods
 
 
-def rules_of(policy: keras.DTypePolicy | None) -> frozenset[str]:
-    """Returns the rules of a policy; there are none without 16 bit."""
-    if policy is None or not policies.is_sixteen_bit(policy):
-        return frozenset()
-    return frozenset({*policies.with_rules(policy).float32_ops, SIXTEEN_BIT})
-
-
-def install(rules: Iterable[str]) -> None:
+def install(wanted: Iterable[str]) -> None:
     """Activates exactly these rules for the process.
 
     Functions traced earlier (`tf.function`, `jax.jit`, a model's compiled
     `train_step`) keep the rules they were traced under.
     """
-    global _installed, _kept
+    global _kept
     with _lock:
-        _installed, _kept = frozenset(rules), frozenset()
+        active_rules.installed.rules, _kept = frozenset(wanted), frozenset()
         _refresh()
 
 
 def installed() -> frozenset[str]:
     """Returns the rules that are active outside blocks."""
-    return _installed
+    return active_rules.installed.rules
 
 
-def keep(rules: frozenset[str]) -> None:
+def keep(wanted: frozenset[str]) -> None:
     """Keeps the replacements of these rules until the next `install`.
 
     A model with a policy runs each call in a block, and would otherwise replace
     and restore them each time.
     """
     global _kept
-    if not rules <= _kept:
+    if not wanted <= _kept:
         with _lock:
-            _kept |= rules
+            _kept |= wanted
             _refresh()
 
 
 @contextlib.contextmanager
-def block(rules: Iterable[str]) -> Iterator[None]:
+def block(names: Iterable[str]) -> Iterator[None]:
     """Runs a block under exactly these rules, whatever is installed.
 
     Other threads, and the code after the block, keep their rules.
     """
-    wanted = frozenset(rules)
+    wanted = frozenset(names)
     if context_values.block.get().rules == wanted:
         # The block around this one lasts longer.
         yield
@@ -119,15 +103,15 @@ def block(rules: Iterable[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _replacing(rules: frozenset[str]) -> Iterator[None]:
+def _replacing(wanted: frozenset[str]) -> Iterator[None]:
     with _lock:
-        _running[rules] += 1
+        _running[wanted] += 1
         _refresh()
     try:
         yield
     finally:
         with _lock:
-            _running[rules] -= 1
+            _running[wanted] -= 1
             _refresh()
 
 
@@ -136,30 +120,24 @@ def block_as_now() -> Callable[[], contextlib.AbstractContextManager]:
 
     The block in which the context was copied may have ended.
     """
-    return functools.partial(_replacing, of_caller())
-
-
-def of_caller() -> frozenset[str]:
-    """Returns the caller's active rules."""
-    local = context_values.block.get().rules
-    return _installed if local is None else local
+    return functools.partial(_replacing, active_rules.of_caller())
 
 
 def _refresh() -> None:
     """Replaces exactly what active rules need."""
     global _replaced
-    running = [rules for rules, blocks in _running.items() if blocks]
-    needed = _installed.union(_kept, *running)
+    running = [names for names, blocks in _running.items() if blocks]
+    needed = active_rules.installed.rules.union(_kept, *running)
     if needed != _replaced:
         _replacements.set(_makers_for(needed) if needed else {})
         _replaced = needed
 
 
-def _makers_for(rules: frozenset[str]) -> dict[replacements.Place, Maker]:
+def _makers_for(names: frozenset[str]) -> dict[replacements.Place, Maker]:
     """Returns what a set of rules replaces, with functions that make it."""
     makers: dict[replacements.Place, Maker] = {}
-    ops = set(rules) - {SIXTEEN_BIT}
-    if SIXTEEN_BIT in rules:
+    ops = set(names) - {active_rules.SIXTEEN_BIT}
+    if active_rules.SIXTEEN_BIT in names:
         ops |= set(table.OPS)
         for place, (name, is_reversed) in operators.PLACES.items():
             makers[place] = functools.partial(
@@ -170,9 +148,13 @@ def _makers_for(rules: frozenset[str]) -> dict[replacements.Place, Maker]:
         makers |= dict.fromkeys(
             op_places.targets(name), functools.partial(_of_op, name=name)
         )
-    for method in _methods():
-        if method.rule in rules:
-            makers[method.place] = functools.partial(_of_method, method=method)
+    for method in _methods:
+        if method.rule in names:
+            places = method.places
+            make = functools.partial(_of_method, method=method)
+            makers |= dict.fromkeys(
+                places() if callable(places) else places, make
+            )
     return makers
 
 
@@ -182,42 +164,30 @@ def _of_op(original: Any, name: str, is_reversed: bool = False) -> Any:
         return op_places.copy_module(original, _of_op)
     if isinstance(original, staticmethod):
         return staticmethod(_of_op(original.__func__, name))
-    op = compute.Function(
-        original,
-        table.of(name),
-        is_composed=op_places.is_composed(original),
-        is_reversed=is_reversed,
+    # Most of hundreds of ops are never called.
+    op = functools.cache(
+        functools.partial(table.function, original, name, is_reversed)
     )
-
-    local, computed = compute.local, compute.computed
-
-    @functools.wraps(original)
-    def stand_in(*args: Any, **kwargs: Any) -> Any:
-        if local.inside:
-            return original(*args, **kwargs)
-        rules = of_caller()
-        if not rules:
-            return original(*args, **kwargs)
-        return computed(op, args, kwargs, name in rules)
-
+    computed = compute.stand_in(original, name, op)
     if name in losses_from_logits.ACTIVATIONS:
-        return losses_from_logits.noting(stand_in, of_caller)
+        return losses_from_logits.noting(computed)
     if name in losses_from_logits.LOSSES:
         # It also holds where a loop computes the loss, outside of the rules.
-        return losses_from_logits.recovering(stand_in)
-    return stand_in
+        return losses_from_logits.recovering(computed)
+    return computed
 
 
 def _of_method(original: Any, method: Method) -> Any:
     """Returns a method that is replaced for callers under its rule."""
-    if isinstance(original, property):
-        return property(_of_method(original.fget, method))
-    replaced = method.make(original)
+    if method.always:
+        return method.make(original)
+    # Many of these are never called.
+    replaced = functools.cache(functools.partial(method.make, original))
 
     @functools.wraps(original)
     def stand_in(*args: Any, **kwargs: Any) -> Any:
-        if method.always or method.rule in of_caller():
-            return replaced(*args, **kwargs)
+        if method.rule in active_rules.of_caller():
+            return replaced()(*args, **kwargs)
         return original(*args, **kwargs)
 
     return stand_in

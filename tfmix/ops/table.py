@@ -3,8 +3,11 @@
 An op without a row computes as `compute` says for all.
 """
 
+from collections.abc import Callable
+
+from tfmix._keras import op_places
 from tfmix.ops import attention, compute, weights
-from tfmix.ops.compute import Op
+from tfmix.ops.compute import Function, Op
 
 USUAL = Op()
 
@@ -65,6 +68,8 @@ OPS: dict[str, Op] = {
     # Its result has the dtype of its input, whatever its statistics have.
     "batch_normalization": Op(way=compute.normalized),
     "resize": Op(way=compute.resized),
+    # Made of other ops, they round their results themselves.
+    **dict.fromkeys(("layer_normalization", "rms_normalization"), USUAL),
     # It runs a function of its caller.
     "vectorized_map": Op(way=compute.mapped),
     # A lookup.
@@ -113,6 +118,17 @@ OPS: dict[str, Op] = {
 }
 
 
-def of(name: str) -> Op:
-    """Returns what is particular about an op."""
-    return OPS.get(name, USUAL)
+def function(original: Callable, name: str, is_reversed: bool) -> Function:
+    """Returns Keras's function of an op with its row.
+
+    Args:
+        original: The function.
+        name: The name of the op.
+        is_reversed: Whether it takes its second factor first.
+    """
+    return Function(
+        original,
+        OPS.get(name, USUAL),
+        is_composed=op_places.is_composed(original),
+        is_reversed=is_reversed,
+    )

@@ -14,28 +14,21 @@ from tfmix._keras import compilation
 def float_dtype(value: Any) -> str:
     """Returns a tensor's float dtype, "sparse" if it is that, else ""."""
     dtype = getattr(value, "dtype", None)
-    if dtype is None:
-        return ""
     kind: Any = type(value)
-    try:
-        name = _float_dtype(kind, dtype)
-    except (TypeError, ValueError):
-        return ""
-    # Layers and metrics have a dtype too, but no shape. A tensor's own shape
-    # may have to be made.
-    return name if hasattr(kind, "shape") or hasattr(value, "shape") else ""
-
-
-def has_shape(value: Any) -> bool:
-    """Returns whether a value has a shape, as tensors and variables do."""
-    # A tensor's own shape may have to be made.
-    return hasattr(type(value), "shape") or hasattr(value, "shape")
+    return "" if dtype is None else known_dtype(kind, dtype)
 
 
 @functools.cache
-def _float_dtype(kind: Any, dtype: Any) -> str:
-    # Every op asks this of each argument, and most dtypes repeat.
-    name = keras.backend.standardize_dtype(dtype)
+def known_dtype(kind: Any, dtype: Any) -> str:
+    """Returns what `float_dtype` does, for a type and its dtype."""
+    # Every op asks this of each argument, and most dtypes repeat. Layers and
+    # metrics have a dtype too, but no shape.
+    if not hasattr(kind, "shape"):
+        return ""
+    try:
+        name = keras.backend.standardize_dtype(dtype)
+    except (TypeError, ValueError):
+        return ""
     if not name.startswith(("float", "bfloat", "complex")):
         return ""
     # Sparse and ragged tensors of both backends have these attributes.

@@ -23,7 +23,13 @@ from tfmix._keras import (
     layer_policies,
     layers,
 )
-from tfmix.ops import compute, contraction, exact_values, tensors
+from tfmix.ops import (
+    active_rules,
+    compute,
+    contraction,
+    exact_values,
+    tensors,
+)
 from tfmix.ops.compute import Call
 
 products: Any
@@ -57,19 +63,17 @@ def choose(variable: keras.Variable, multiply: Multiply | None) -> None:
 def autocast(original: Callable) -> Callable:
     """Returns the function that casts variables for 16-bit layers."""
 
-    @functools.wraps(original)
-    def maybe_cast(self: Any, value: Any) -> Any:
-        casts = layers.casts_to_16_bit(self)
+    def copied(variable: Any, value: Any) -> Any:
         # Copies of symbols get no notes, so that ops leave them to Keras.
-        if not casts or global_state.on_shapes_only():
-            return original(self, value)
+        if not active_rules.of_caller() or global_state.on_shapes_only():
+            return original(variable, value)
         # The variable is read once, as the tensor that is then copied.
         weight = compilation.read(value)
-        copy = original(self, weight)
-        multiply = getattr(self, _CHOSEN, None)
+        copy = original(variable, weight)
+        multiply = getattr(variable, _CHOSEN, None)
         return exact_values.weight_copy(weight, copy, multiply)
 
-    return maybe_cast
+    return layers.reading(original, copied)
 
 
 def loop(original: Callable) -> Callable:

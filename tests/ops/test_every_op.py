@@ -1,0 +1,364 @@
+"""Each public op of Keras gives float32's result and gradients, to 16 bit.
+
+The ops are those of the Keras that is installed, so one that a new version adds
+is tried as well. Each is called with the first arguments that it accepts.
+"""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import tfmix
+from tests import helpers
+
+RNG = np.random.default_rng(0)
+ROWS = 20_000
+# How an op is called: with one argument, with another, with a list, or with a
+# number behind. `t` and `u` are like each other.
+FORMS = {
+    "one": lambda f, t, u: f(t),
+    "two": lambda f, t, u: f(t, u),
+    "list": lambda f, t, u: f([t, u]),
+    "number": lambda f, t, u: f(t, 1),
+}
+IMAGE = (1, 1, 4, 4)
+CALLS = {
+    "adaptive_average_pool": lambda f, t, u: f(image(t), 2),
+    "adaptive_max_pool": lambda f, t, u: f(image(t), 2),
+    "array_split": lambda f, t, u: f(t, 2)[0],
+    "associative_scan": lambda f, t, u: f(lambda a, b: a + b, t),
+    "average_pool": lambda f, t, u: f(image(t), 2),
+    "batch_normalization": lambda f, t, u: f(t, u[0], u[1], -1),
+    "broadcast_to": lambda f, t, u: f(t, (3, 4, 4)),
+    "cast": lambda f, t, u: f(t, "float32"),
+    "clip": lambda f, t, u: f(t, 0.0, 0.5),
+    "cond": lambda f, t, u: f(
+        ops.sum(t) > 0, lambda: ops.sum(t), lambda: ops.sum(u)
+    ),
+    "conv": lambda f, t, u: f(image(t), ops.reshape(u, (2, 2, 1, 4))),
+    "conv_transpose": lambda f, t, u: f(
+        image(t), ops.reshape(u, (2, 2, 4, 1)), 1
+    ),
+    "correlate": lambda f, t, u: f(t[0], u[0]),
+    "cross": lambda f, t, u: f(t[:, :3], u[:, :3]),
+    "depth_to_space": lambda f, t, u: f(ops.reshape(t, IMAGE), 2),
+    "depthwise_conv": lambda f, t, u: f(image(t), ops.reshape(u, (2, 2, 1, 4))),
+    "dot_product_attention": lambda f, t, u: f(
+        *[ops.reshape(x, (1, 4, 1, 4)) for x in (t, u, u)]
+    ),
+    "einsum": lambda f, t, u: f("ij,jk->ik", t, u),
+    "extract_sequences": lambda f, t, u: f(t, 2, 1),
+    "fft": lambda f, t, u: f((t, u))[0],
+    "fori_loop": lambda f, t, u: f(0, 3, lambda n, x: x * 0.5 + u, t),
+    "full_like": lambda f, t, u: f(t, 2.0),
+    "get_item": lambda f, t, u: f(t, (slice(None), None)),
+    "hsplit": lambda f, t, u: f(t, 2)[0],
+    "map": lambda f, t, u: f(lambda row: row * 2, t),
+    "max_pool": lambda f, t, u: f(image(t), 2),
+    "moveaxis": lambda f, t, u: f(t, 0, 1),
+    "pad": lambda f, t, u: f(t, ((1, 1), (0, 2))),
+    "power": lambda f, t, u: f(t, 3),
+    "psnr": lambda f, t, u: f(t, u, 1.0),
+    "rearrange": lambda f, t, u: f(t, "a b -> b a"),
+    "reshape": lambda f, t, u: f(t, (2, 8)),
+    "scan": lambda f, t, u: f(lambda c, row: (c + row, c * row), t[0], u)[1],
+    "scatter": lambda f, t, u: f(EVEN, t, (8, 4)),
+    "scatter_update": lambda f, t, u: f(ops.concatenate([u, u], 0), EVEN, t),
+    "segment_max": lambda f, t, u: f(t, np.array([0, 0, 1, 1]), 2),
+    "segment_min": lambda f, t, u: f(t, np.array([0, 0, 1, 1]), 2),
+    "segment_prod": lambda f, t, u: f(t, np.array([0, 0, 1, 1]), 2),
+    "segment_sum": lambda f, t, u: f(t, np.array([0, 0, 1, 1]), 2),
+    "select": lambda f, t, u: f([t > 0.5, t <= 0.5], [t, 2 * u]),
+    "separable_conv": lambda f, t, u: f(
+        image(t), ops.reshape(u, (2, 2, 1, 4)), ops.reshape(u, (1, 1, 4, 4))
+    ),
+    "slice": lambda f, t, u: f(t, (1, 0), (2, 3)),
+    "slice_update": lambda f, t, u: f(t, (0, 0), u),
+    "space_to_depth": lambda f, t, u: f(image(t), 2),
+    "sparse_categorical_crossentropy": lambda f, t, u: f(
+        np.array([0, 1, 2, 3]), t
+    ),
+    "split": lambda f, t, u: f(t, 2)[0],
+    "stft": lambda f, t, u: f(ops.reshape(t, (16,)), 4, 2, 4)[0],
+    "swapaxes": lambda f, t, u: f(t, 0, 1),
+    "switch": lambda f, t, u: f(1, [lambda x: x, lambda x: 2 * x], t),
+    "take": lambda f, t, u: f(t, np.array([1, 1, 0]), axis=1),
+    "take_along_axis": lambda f, t, u: f(t, np.zeros((4, 1), "int32"), axis=1),
+    "tensordot": lambda f, t, u: f(t, u, 1),
+    "threshold": lambda f, t, u: f(t, 0.5, 0.25),
+    "unfold": lambda f, t, u: f(ops.reshape(t, IMAGE), 2),
+    "unstack": lambda f, t, u: f(t)[0],
+    "vander": lambda f, t, u: f(t[0], 3),
+    "vectorized_map": lambda f, t, u: f(lambda row: row * 2, t),
+    "vsplit": lambda f, t, u: f(t, 2)[0],
+    "where": lambda f, t, u: f(t > 0.5, t, 0.5 * u),
+    "while_loop": lambda f, t, u: f(
+        lambda n, x: n < 3, lambda n, x: (n + 1, x * 0.5), (0, t)
+    )[1],
+}
+EVEN = np.array([[0], [2], [4], [6]])
+# These compute no floats of floats, or run what a user passes.
+NOT_ASKED = {
+    *("all", "allclose", "any", "arange", "argmax", "argmin", "argpartition"),
+    *("argsort", "bartlett", "bitwise_and", "bitwise_invert", "bitwise_not"),
+    *("bitwise_left_shift", "bitwise_or", "bitwise_right_shift", "blackman"),
+    *("bitwise_xor", "convert_to_numpy", "count_nonzero", "ctc_decode"),
+    *("ctc_loss", "custom_gradient", "digitize", "dsplit", "dtype", "eig"),
+    *("empty", "equal", "eye", "fold", "full", "gcd", "greater", "hamming"),
+    *("greater_equal", "hanning", "histogram", "identity", "in_top_k", "isin"),
+    *("is_tensor", "isclose", "isfinite", "isinf", "isnan", "isneginf"),
+    *("isposinf", "isreal", "istft", "jvp", "kaiser", "lcm", "left_shift"),
+    *("less", "less_equal", "logical_and", "logical_not", "logical_or"),
+    *("logical_xor", "matrix_rank", "nanargmax", "nanargmin", "ndim", "ones"),
+    *("nonzero", "not_equal", "polar", "right_shift", "saturate_cast", "tri"),
+    *("searchsorted", "shape", "signbit", "size", "unravel_index"),
+    *("vectorize", "view_as_complex", "view_as_real", "zeros", "shuffle"),
+}
+NO_FLOATS = "no floats"
+
+
+def image(t):
+    return ops.reshape(t, (1, 4, 4, 1))
+
+
+def op_names():
+    """Lists the public functions of `keras.ops`."""
+    public = (n for n in dir(ops) if not n.startswith("_"))
+    functions = (n for n in public if callable(getattr(ops, n)))
+    return [
+        n
+        for n in functions
+        if not isinstance(getattr(ops, n), type) and n not in NOT_ASKED
+    ]
+
+
+def matrix(size=4):
+    """Returns a positive definite matrix of numbers between 0 and 1."""
+    values = RNG.uniform(0.05, 0.15, (size, size))
+    return (np.tril(values) + np.tril(values).T + 0.6 * np.eye(size)).astype(
+        "float32"
+    )
+
+
+class Calls(layers.Layer):
+    """Computes a function of its input and its weight."""
+
+    def __init__(self, function, weight, **kwargs):
+        super().__init__(**kwargs)
+        self.function = function
+        self.w = self.add_weight(shape=weight.shape, initializer="zeros")
+        self.w.assign(weight)
+        self.built = True
+
+    def call(self, x):
+        return self.function(x, self.w)
+
+
+def results(policy, function, x, weight):
+    """Returns a result, and the gradients of the weight and of the input."""
+    tfmix.set_global_policy(policy)
+    layer = Calls(function, weight)
+    x = ops.convert_to_tensor(x)
+
+    def loss_of(y):
+        parts = [t for t in keras.tree.flatten(y) if is_float(t)]
+        wide = [ops.reshape(ops.cast(t, "float32"), (-1,)) for t in parts]
+        if not wide:
+            raise TypeError(NO_FLOATS)
+        y = ops.concatenate(wide)
+        signs = 1 if y.shape[0] > 1000 else np.cos(np.arange(y.shape[0]))
+        return ops.sum(y * ops.cast(signs, "float32")), y
+
+    if helpers.ON_JAX:
+        import jax
+
+        def run(weight, x):
+            with keras.StatelessScope([(layer.w, weight)]):
+                return loss_of(layer(x))
+
+        gradient = jax.value_and_grad(run, argnums=(0, 1), has_aux=True)
+        (_, y), gradients = gradient(layer.w.value, x)
+    else:
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss, y = loss_of(layer(x))
+        gradients = tape.gradient(
+            loss,
+            [layer.w.value, x],
+            unconnected_gradients=tf.UnconnectedGradients.ZERO,
+        )
+        gradients = [tf.convert_to_tensor(g) for g in gradients]
+    return [helpers.to_numpy(t) for t in (y, *gradients)]
+
+
+def is_float(value):
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and keras.backend.is_float_dtype(
+        keras.backend.standardize_dtype(dtype)
+    )
+
+
+def form_of(name):
+    """Returns how to call an op, `None` for one that no form fits."""
+    if name in CALLS:
+        return CALLS[name]
+    t = ops.convert_to_tensor(matrix())
+    for form in FORMS.values():
+        try:
+            result = form(getattr(ops, name), t, t)
+        except Exception:
+            continue
+        if any(map(is_float, keras.tree.flatten(result))):
+            return form
+    return None
+
+
+SMALL = RNG.uniform(1e-4, 6e-4, (4, 4)).astype("float32")
+ROLES = {
+    "weight": (lambda f: lambda x, w: f(w, w + 0.1), SMALL, matrix()),
+    "input": (lambda f: lambda x, w: f(x, x + 0.1), matrix(), SMALL),
+    "both": (lambda f: lambda x, w: f(x, w), matrix(), matrix()),
+    "small": (
+        lambda f: (
+            lambda x, w: ops.log(
+                ops.abs(f(ops.square(x), 2 * ops.square(ops.flip(x)))) + 1e-12
+            )
+        ),
+        SMALL,
+        matrix(),
+    ),
+    "gain": (
+        lambda f: lambda x, w: x * f(w, w + 0.1),
+        RNG.uniform(3, 6, (ROWS, 4)).astype("float32"),
+        RNG.uniform(0.3, 0.9, 4).astype("float32"),
+    ),
+    "rows": (
+        lambda f: lambda x, w: f(x, w),
+        RNG.uniform(3, 6, (ROWS, 4)).astype("float32"),
+        RNG.uniform(0.5, 2, 4).astype("float32"),
+    ),
+}
+# What a small number loses in a product, and what no rounding of 16 bit keeps.
+_SUMMED = "a product sums it with others"
+_STEP = "a rounded number is on the other side of a step"
+_LOOP = "its note does not enter the body of a loop"
+_ROUNDED = "float32 rounds it, too"
+EXCEPT = {
+    **{
+        (name, "small"): _SUMMED
+        for name in (
+            *("dot", "inner", "matmul", "tensordot", "einsum", "conv"),
+            *("conv_transpose", "depthwise_conv", "separable_conv"),
+            "dot_product_attention",
+        )
+    },
+    **{
+        (name, role): _STEP
+        for name in ("floor_divide", "fmod", "mod")
+        for role in ("rows", "both")
+    },
+    **{
+        (name, "small"): _LOOP
+        for name in (
+            *("map", "scan", "fori_loop", "associative_scan"),
+            "vectorized_map",
+        )
+    },
+    **{
+        (name, "small"): _ROUNDED
+        for name in (
+            *("exp2", "sinc", "geomspace", "logspace"),
+            *("lstsq", "solve", "solve_triangular"),
+        )
+    },
+}
+
+
+def errors(name, role, policy):
+    """Returns how far a result and its gradients are from float32's."""
+    form = form_of(name)
+    if form is None:
+        return []
+    make, x, weight = ROLES[role]
+    op = getattr(ops, name)
+    function = make(lambda t, u: form(op, t, u))
+    if role in ("gain", "rows") and not is_elementwise(function, x[:3], weight):
+        return []
+    try:
+        right = results("float32", function, x, weight)
+    except Exception:
+        # Float32 has no such result.
+        return []
+    found = results(policy, function, x, weight)
+    return [error(a, b) for a, b in zip(found, right, strict=True)]
+
+
+def is_elementwise(function, rows, weight):
+    """Returns whether a function repeats its second argument for rows."""
+    try:
+        results = [function(rows, weight), function(rows, 2 * weight)]
+    except Exception:
+        return False
+    if getattr(results[0], "shape", None) != rows.shape:
+        return False
+    return not np.array_equal(*map(helpers.to_numpy, results))
+
+
+def error(found, right):
+    known = np.isfinite(right)
+    # Others are beyond float16.
+    if not known.any() or np.abs(right[known]).max() > 6e4:
+        return 0.0
+    found, right = found[known], right[known]
+    if not np.isfinite(found).all():
+        return np.inf
+    return np.abs(found - right).max() / max(np.abs(right).max(), 1e-6)
+
+
+QUICK = (
+    *("exp", "hypot", "divide", "where", "get_item", "tile", "einsum", "take"),
+    *(
+        "add",
+        "multiply",
+        "maximum",
+        "layer_normalization",
+        "matmul",
+        "mean",
+        "sqrt",
+        "clip",
+        "cumsum",
+    ),
+)
+
+
+def check(name, policy):
+    far = {role: max(errors(name, role, policy), default=0) for role in ROLES}
+    # bfloat16 has an eighth of float16's digits.
+    within = 0.03 if policy == "mixed_float16" else 0.1
+    wrong = {
+        role: error
+        for role, error in far.items()
+        if error > within and (name, role) not in EXCEPT
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_an_op_gives_what_float32_gives(name):
+    check(name, "mixed_float16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("name", op_names())
+def test_each_op_gives_what_float32_gives(name, policy):
+    check(name, policy)
+
+
+@pytest.mark.slow
+def test_each_op_is_called():
+    without = {name for name in op_names() if form_of(name) is None}
+    assert not without, "write a call, or say that it computes no floats"
