@@ -14,8 +14,6 @@ from typing import Any
 import keras
 import numpy as np
 
-import tfmix
-
 LANGUAGES = ("es", "pt", "it", "ro", "fr", "pl", "cs", "tr")
 LENGTH, CHANNELS, HEADS, BLOCKS, BATCH_SIZE = 48, 32, 4, 2, 64
 # There are 256 bytes and the padding, rounded up to a multiple of 8.
@@ -114,7 +112,8 @@ def build_model() -> keras.Model:
     x = layers.LayerNormalization()(x)
     x = layers.GlobalAveragePooling1D()(x, mask=known)
     x = layers.Dense(len(LANGUAGES))(x)
-    return keras.Model(tokens, tfmix.float32_output("softmax")(x))
+    outputs = layers.Activation("softmax", dtype="float32")(x)
+    return keras.Model(tokens, outputs)
 
 
 def batches(

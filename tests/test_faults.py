@@ -1,4 +1,4 @@
-"""The table of faults: tfmix survives each row, and a row can be lost."""
+"""The table of faults: tfmix survives a row or says so; a row can be lost."""
 
 import json
 
@@ -28,6 +28,15 @@ SLOW = {
 }
 
 
+# Nothing can be right here, and an error or a warning says why.
+SAYS_SO = {
+    "double-wrapping",
+    "forgotten-scale-loss",
+    "nothing-applied",
+    "senseless-setting",
+}
+
+
 @pytest.fixture(autouse=True)
 def one_strategy(monkeypatch):
     """Runs the replica rows with the strategy that all tests share."""
@@ -48,7 +57,8 @@ def system(name):
 @pytest.mark.parametrize("fault", [row(f) for f in catalogue.FAULTS])
 def test_tfmix_survives(fault):
     outcome = fault.run(system("tfmix"))
-    assert outcome.survived, outcome.text
+    word = "says so" if fault.name in SAYS_SO else "survives"
+    assert outcome.word == word, outcome.text
 
 
 # In a quick run, pure 16-bit variables only meet these. The others are slow.
@@ -80,7 +90,7 @@ def rows_at_16_bits():
 @pytest.mark.parametrize(("fault", "column"), list(rows_at_16_bits()))
 def test_sixteen_bit_variables_survive(fault, column):
     outcome = fault.run(column)
-    assert outcome.survived, outcome.text
+    assert outcome.survived or outcome.told, outcome.text
 
 
 def test_an_exception_for_a_system_names_a_fault():
@@ -114,7 +124,7 @@ def test_close_uses_the_precision_of_a_variable():
 )
 def test_a_system_without_the_remedy_does_not_survive(name):
     outcome = catalogue.by_name(name).run(system("Keras"))
-    assert not outcome.survived, outcome.text
+    assert outcome.word == "**lost**", outcome.text
 
 
 def test_each_fault_has_a_unique_name_and_a_title():
@@ -138,13 +148,17 @@ def test_an_unknown_name_is_refused_with_all_names():
         faults.main(["--only=no-such"])
 
 
-@pytest.mark.parametrize(("survives", "status"), [(True, 0), (False, 1)])
-def test_the_exit_status_shows_whether_tfmix_survived(
-    monkeypatch, capsys, survives, status
+@pytest.mark.parametrize(
+    ("survives", "told", "status"),
+    [(True, False, 0), (False, True, 0), (False, False, 1)],
+)
+def test_the_exit_status_shows_whether_tfmix_lost_a_row(
+    monkeypatch, capsys, survives, told, status
 ):
+    ours = record.Outcome(survives, "weight [nan]", told)
     outcomes = {
         ("set-weights", "Keras"): record.Outcome(False, "lost it"),
-        ("set-weights", "tfmix"): record.Outcome(survives, "weight [nan]"),
+        ("set-weights", "tfmix"): ours,
     }
     monkeypatch.setattr(faults, "run_all", lambda *_: outcomes)
     assert faults.main(["--only", "set-weights"]) == status
@@ -154,3 +168,5 @@ def test_the_exit_status_shows_whether_tfmix_survived(
     (row,) = rows["rows"]
     assert (row["name"], row["Keras"]) == ("set-weights", "**lost**: lost it")
     assert [each["survived"] for each in survived["rows"]] == [0, survives]
+    said = [each["lost, but says so"] for each in survived["rows"]]
+    assert said == [0, told]

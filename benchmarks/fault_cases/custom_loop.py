@@ -24,8 +24,9 @@ def forgotten_scale_loss(system: Any) -> Outcome:
     told = [text for text in said if "scale_loss" in text]
     moved = 1.0 - float(words.to_numpy(variable)[0])
     return Outcome(
-        len(told) == 1,
+        bool(np.isclose(moved, 1.0, rtol=0.01)),
         f"weight moved by {moved:.2g} (right: 1), {len(told)} warning(s)",
+        told=len(told) == 1,
     )
 
 
@@ -37,7 +38,7 @@ def double_wrapping(system: Any) -> Outcome:
         optimizer = system.wrap(system.wrap(keras.optimizers.SGD(0.1)))
     except (TypeError, ValueError) as error:
         named = "LossScaleOptimizer" in str(error)
-        return Outcome(named, f"refused: {str(error)[:70]}")
+        return Outcome(False, f"refused: {str(error)[:70]}", named)
     optimizer.build([variable])
     loops.step(optimizer, [variable], [_ONES])
     return words.weight_is(variable, [0.9, 0.9], "accepted")

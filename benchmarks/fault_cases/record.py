@@ -18,15 +18,25 @@ class Outcome:
 
     Attributes:
         survived: Bool, whether a user could continue as if nothing had
-            happened, or got an error that says what to do.
+            happened: weights, statistics and loss scale are right.
         text: String, the observations of this run.
+        told: Bool, whether an error or a warning named the cause of what is
+            not right.
     """
 
     survived: bool
     text: str
+    told: bool = False
+
+    @property
+    def word(self) -> str:
+        """The outcome in a word or two."""
+        if self.survived:
+            return "survives"
+        return "says so" if self.told else "**lost**"
 
     def __str__(self) -> str:
-        return f"{'survives' if self.survived else '**lost**'}: {self.text}"
+        return f"{self.word}: {self.text}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -91,8 +91,9 @@ def senseless_setting(system: Any) -> Outcome:
         except (TypeError, ValueError) as error:
             refused.append(str(value) in str(error))
     return Outcome(
-        len(refused) == 2 and all(refused),
+        False,
         f"{len(refused)} of 2 refused, {sum(refused)} with the value named",
+        told=len(refused) == 2 and all(refused),
     )
 
 
@@ -118,4 +119,4 @@ def nothing_applied(system: Any) -> Outcome:
     if not told:
         return Outcome(False, f"{skipped}; fit ends without a word")
     named = "head/kernel" in told or "head/bias" in told
-    return Outcome(named, f"fit stops: {told.splitlines()[0][:90]}")
+    return Outcome(False, f"fit stops: {told.splitlines()[0][:90]}", named)
