@@ -100,7 +100,8 @@ def row(
     }
     for way, scores in last.items():
         mark = " (worse)" if is_worse(scores, last["float32"]) else ""
-        cells[way] = f"{results.mean(scores)}{mark}"
+        is_finite = all(map(math.isfinite, scores))
+        cells[way] = f"{results.mean(scores) if is_finite else 'nan'}{mark}"
     epochs = [epochs_to_target(name, runs) for runs in found.values()]
     return cells | {
         "target": task.target,

@@ -39,7 +39,7 @@ def test_a_row_has_a_cell_for_each_way_and_marks_a_worse_one():
     found["Keras, float16"] = [[0.0, 10.0], [0.0, math.nan]]
     made = real_data.row("digits", found)
     assert made["float32"] == "95.50 ± 0.71"
-    assert made["Keras, float16"].endswith("(worse)")
+    assert made["Keras, float16"] == "nan (worse)"
     assert made["epochs until then"] == "2 / - / 2 / 2"
 
 
