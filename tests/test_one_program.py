@@ -231,8 +231,6 @@ def expected(kind, policy):
     return found
 
 
-# Keras 3.16 says so of every RNN that gets a mask, without tfmix as well.
-@pytest.mark.filterwarnings("ignore:Layer 'lstm.*does not support masking")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)

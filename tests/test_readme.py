@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 
 import keras
 import numpy as np
@@ -54,9 +55,13 @@ def test_the_commands_follow():
     assert "make test" in contribute
 
 
-def rows_of(name, table=0):
+def tables_of(name):
     path = ROOT / "docs" / "benchmarks" / f"{name}.json"
-    return json.loads(path.read_text("utf-8"))["tables"][table]["rows"]
+    return json.loads(path.read_text("utf-8"))["tables"]
+
+
+def rows_of(name, table=0):
+    return tables_of(name)[table]["rows"]
 
 
 def timed(model, precision, library="keras"):
@@ -111,6 +116,18 @@ def test_the_table_says_the_results_that_were_measured(start):
     ]
     shown = [f"{float(own[c].split()[0]):.1f}" for c in ("float32", "16 bit")]
     assert row == [shown[0], "not run", shown[1]]
+
+
+def test_the_picture_is_drawn_from_the_records():
+    pytest.importorskip("matplotlib")
+    made = runpy.run_path(str(ROOT / ".ci" / "front_picture.py"))
+    panels = made["counted"](ROOT / "docs" / "benchmarks")
+    assert all(set(numbers) == {"Keras", "tfmix"} for _, numbers, _ in panels)
+    _, _, (title, kernels, _) = panels
+    assert "200 variables" in title
+    assert "200 variables" in tables_of("compiled-jax")[1]["title"]
+    added = rows_of("compiled-jax", 1)[2]["kernels"] - 201
+    assert kernels["tfmix"] == added
 
 
 @pytest.mark.costly

@@ -38,7 +38,7 @@ from tfmix.policy.policy import Policy as Policy
 from tfmix.step.finite import all_finite as all_finite
 from tfmix.step.guard import guard as guard
 
-_model.report_skips(_skip_report.fit)
+_model.report_skips(_skip_report.Reporter(_skip_report.SkipWatch))
 _compile_method.watch()
 
 __version__ = "0.2.0"

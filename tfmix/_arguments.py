@@ -93,3 +93,16 @@ def of_call(
     """
     given = dict(zip(order, args, strict=False))
     return {**kwargs, **given}.get(name, default)
+
+
+def put_in_call(
+    order: Sequence[str], args: Sequence, kwargs: Mapping, name: str, value: Any
+) -> tuple[tuple, dict]:
+    """Returns a call's arguments with one of them changed or added.
+
+    What came by position stays there, and what came by name keeps its name.
+    """
+    place = order.index(name)
+    if place < len(args):
+        return (*args[:place], value, *args[place + 1 :]), dict(kwargs)
+    return tuple(args), {**kwargs, name: value}

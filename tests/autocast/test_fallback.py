@@ -376,8 +376,8 @@ class Filters(layers.Layer):
 class Spectrum(layers.Layer):
     """Takes a Fourier transform, which has no 16-bit kernel."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
         self.filters = Filters()
 
     def build(self, shape):

@@ -10,8 +10,8 @@ from tests.autocast import test_fallback
 
 X = np.random.default_rng(0).normal(size=(4, 8)).astype("float32")
 Y = X[:, :1]
-# The first falls back itself, the second because of an inner layer.
-KINDS = (test_fallback.Mixes, test_fallback.Block)
+# The first holds no layer, the second one, and the third a model.
+KINDS = (test_fallback.Mixes, test_fallback.Block, test_fallback.Spectrum)
 
 
 def stack(kind):
@@ -47,12 +47,13 @@ def test_a_16_bit_model_has_a_note_on_the_fallback(kind, checked):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_float32_model_does_not_change(kind, caplog):
     model = stack(kind)
-    before = [vars(each).keys() for each in model.layers]
+    inside = list(model._flatten_layers())
+    before = [set(vars(each)) for each in inside]
     report = tfmix.check(model, X, Y, loss="mse", policy="mixed_float16")
     assert report.healthy
     assert note_of(report).startswith("guilty ")
     assert {each.dtype_policy.name for each in model.layers} == {"float32"}
-    assert [vars(each).keys() for each in model.layers] == before
+    assert [set(vars(each)) for each in inside] == before
     assert not caplog.records
 
 

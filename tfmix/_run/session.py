@@ -104,8 +104,7 @@ class _Session:
             }
         )
         self._steps.watch()
-        fit = functools.partial(skip_report.fit_with, lambda: _Watch(self))
-        record.report_skips(fit)
+        record.report_skips(skip_report.Reporter(lambda: _Watch(self)))
         atexit.register(self._end)
 
     def _decide(

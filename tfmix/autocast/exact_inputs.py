@@ -143,8 +143,7 @@ def _look_up(
     **kwargs: Any,
 ) -> Any:
     args, kwargs = tensors.map_leaves((args, kwargs), exact_values.before_cast)
-    ids, *_ = filter(_has_dtype, keras.tree.flatten((args, kwargs)))
-    _warn_of_rounded_ids(layer, ids)
+    _warn_of_rounded_ids(layer, _first_tensor(args, kwargs))
     return original(*args, **kwargs)
 
 
@@ -159,12 +158,13 @@ def _look_up_behind_casts(original: Callable, *args: Any, **kwargs: Any) -> Any:
 def _mask_exactly(
     layer: keras.layers.Masking,
     original: Callable,
-    inputs: Any,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     """Masks by the exact inputs, as 16 bit may not hold the mask value."""
-    found = original(exact_values.before_cast(inputs), *args, **kwargs)
+    inputs = _first_tensor(args, kwargs)
+    args, kwargs = tensors.map_leaves((args, kwargs), exact_values.before_cast)
+    found = original(*args, **kwargs)
     result = keras.ops.cast(found, inputs.dtype)
     # Keras before 3.15 computes it later, from the rounded inputs.
     layers.put_mask(result, layer.compute_mask(inputs))
@@ -185,8 +185,9 @@ def _read_as_stored(original: Callable, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
 
-def _has_dtype(value: Any) -> bool:
-    return hasattr(value, "dtype")
+def _first_tensor(args: tuple, kwargs: dict) -> Any:
+    leaves = keras.tree.flatten((args, kwargs))
+    return next(leaf for leaf in leaves if hasattr(leaf, "dtype"))
 
 
 def _warn_of_rounded_ids(layer: keras.layers.Embedding, ids: Any) -> None:

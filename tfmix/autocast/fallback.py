@@ -47,14 +47,13 @@ def _of(layer: keras.Layer) -> Any:
 @contextlib.contextmanager
 def fresh(model: keras.Layer) -> Iterator[None]:
     """Gives a model's layers new fallbacks in a block, without messages."""
-    with_code = [
-        x for x in layers.flat_layers(model) if not layers.is_structure(x)
-    ]
-    before = [(layer, layer_methods.by_role(layer)) for layer in with_code]
+    inside = layers.flat_layers(model)
+    before = [(layer, layer_methods.by_role(layer)) for layer in inside]
     try:
-        for layer in with_code:
-            state = _Fallback(layer, tells=False)
-            layer_methods.attach(layer, layer_methods.FALLBACK, state)
+        for layer in inside:
+            if not layers.is_structure(layer):
+                state = _Fallback(layer, tells=False)
+                layer_methods.attach(layer, layer_methods.FALLBACK, state)
         yield
     finally:
         for layer, parts in before:

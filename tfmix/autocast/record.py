@@ -39,20 +39,26 @@ from tfmix.policy.devices import devices
 from tfmix.step import guard
 
 
-def _in_silence(
-    model: keras.Model, fit: Callable, *args: Any, **kwargs: Any
-) -> Any:
-    return fit(*args, **kwargs)
+class _Silence:
+    """Reports no skipped steps."""
+
+    def fit(
+        self, model: keras.Model, fit: Callable, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Calls a model's `fit`."""
+        return fit(*args, **kwargs)
+
+    def begin(self, model: keras.Model) -> None:
+        """Does nothing where a run begins."""
 
 
-# Calls a model's `fit` and reports after each epoch why steps were skipped.
-_report_skips: Callable[..., Any] = _in_silence
+_reports: Any = _Silence()
 
 
-def report_skips(by: Callable[..., Any]) -> None:
-    """Sets a function that gets a model and its `fit`, and calls `fit`."""
-    global _report_skips
-    _report_skips = by
+def report_skips(by: Any) -> None:
+    """Sets what reports why steps were skipped, in place of `_Silence`."""
+    global _reports
+    _reports = by
 
 
 def set_policy(model: keras.Model, policy: keras.DTypePolicy) -> None:
@@ -192,14 +198,13 @@ class _MixedModel:
         fit = original
         if self._averages():
             fit = functools.partial(self._swapped, "fit", original)
-        return _report_skips(self._model, fit, *args, **kwargs)
+        return _reports.fit(self._model, fit, *args, **kwargs)
 
     def _make_train_function(
         self, original: Callable, *args: Any, **kwargs: Any
     ) -> Any:
         made = fallback.retrying(self._model, original, *args, **kwargs)
-        if (watch := context_values.block.get().fit) is not None:
-            watch.join(self._model)
+        _reports.begin(self._model)
         return made
 
     def _averages(self) -> bool:

@@ -57,6 +57,8 @@ class Skips(NamedTuple):
         unexplained: Overflows beyond those of trials of a growing scale.
         overflows: How often the gradient of each variable was not finite.
         fall: The loss scale before and after, if it fell, but not to its floor.
+        begin_last: Whether the gradient of the last variable was bad each time,
+            and no lower scale would have helped.
     """
 
     applied: int = 0
@@ -65,20 +67,12 @@ class Skips(NamedTuple):
     unexplained: int = 0
     overflows: Mapping[str, int] = {}
     fall: tuple[float, float] | None = None
+    begin_last: bool = False
 
     @property
     def are_news(self) -> bool:
         """Whether anything but a growing scale was the cause."""
         return bool(self.of_data or self.unexplained)
-
-    @property
-    def enter_at_the_end(self) -> bool:
-        """Whether the gradients were bad from the model's end on, each time.
-
-        A lower loss scale would not have helped, either.
-        """
-        *_, last = self.overflows.values() or [0]
-        return self.fall is None and last == self.skipped
 
 
 def total(every: Iterable[Skips]) -> Skips:
@@ -92,6 +86,7 @@ def total(every: Iterable[Skips]) -> Skips:
         sum(skips.unexplained for skips in every),
         dict(pair for skips in every for pair in skips.overflows.items()),
         next((skips.fall for skips in every if skips.fall), None),
+        all(skips.begin_last for skips in every if skips.skipped),
     )
 
 
@@ -126,7 +121,7 @@ def of_skips(
             found.append(_of_layer(layer, data, largest))
         elif math.isinf(loss):
             found.append(_of_infinite_loss(data))
-        elif in_doubt and not skips.enter_at_the_end:
+        elif in_doubt and not skips.begin_last:
             found.append(_of_overflow(skips, "" if data else _LOOK))
         elif not found:
             found.append(_of_loss(data, largest))

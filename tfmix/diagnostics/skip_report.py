@@ -158,6 +158,7 @@ class SkipWatch(keras.callbacks.Callback):
         """Reports what was no news after its epoch."""
         if self._untold:
             self._say_again(self._epoch, _sums(self._now or {}))
+        self.leave()
 
     def on_skips(
         self, epoch: int, applied: int, skipped: int, loss: float
@@ -274,16 +275,19 @@ def _skips_of(
     trials += round(math.log(lowest / before.scale, factor))
     unexplained = overflowed - trials * getattr(rule, "hysteresis", 1)
     falls = rule.lowest_scale < now.scale < before.scale
+    overflows = {
+        path: count - before.overflows.get(path, 0)
+        for path, count in now.overflows.items()
+    }
+    *_, last = overflows.values() or [0]
     return skip_causes.Skips(
         applied,
         skipped,
         of_data,
         max(int(unexplained), 0),
-        {
-            path: count - before.overflows.get(path, 0)
-            for path, count in now.overflows.items()
-        },
+        overflows,
         (before.scale, now.scale) if falls else None,
+        begin_last=last == skipped and not falls,
     )
 
 
@@ -297,21 +301,37 @@ def _loss(logs: Mapping[str, Any]) -> float:
     return losses.get("loss", max(losses.values(), key=abs, default=math.nan))
 
 
-def fit_with(
-    make_watch: Callable[[], SkipWatch],
-    model: keras.Model,
-    original: Callable,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Calls a model's `fit`, whose callbacks a watch then joins."""
-    watch = make_watch()
-    watch.read(args, kwargs)
-    try:
-        with context_values.holding(fit=watch):
-            return original(*args, **kwargs)
-    finally:
-        watch.leave()
+class Reporter:
+    """Lets a watch join each `fit` of a model.
 
+    Args:
+        make_watch: Returns a new watch.
+    """
 
-fit = functools.partial(fit_with, SkipWatch)
+    def __init__(self, make_watch: Callable[[], SkipWatch]) -> None:
+        self._make_watch = make_watch
+
+    def fit(
+        self, model: keras.Model, fit: Callable, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Calls a model's `fit` with a watch around."""
+        watch = self._make_watch()
+        watch.read(args, kwargs)
+        try:
+            with context_values.holding(fit=watch):
+                return fit(*args, **kwargs)
+        finally:
+            watch.leave()
+
+    def begin(self, model: keras.Model) -> None:
+        """Lets the watch join the callbacks, which exist by now.
+
+        Code of the user's may also call the `fit` of the model's class.
+        """
+        watch = context_values.block.get().fit
+        history = getattr(model, "history", None)
+        # That of an earlier run, which a single step would find, has entries.
+        if watch is None and getattr(history, "history", None) == {}:
+            watch = self._make_watch()
+        if watch is not None:
+            watch.join(model)

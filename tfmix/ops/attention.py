@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from tfmix import _arguments
 from tfmix._keras import compilation, op_places
 from tfmix.ops import compute, tensors
 
@@ -22,18 +23,21 @@ def attended(call: compute.Call) -> Any:
         call.is_ruled = call.is_ruled and not op_places.has_float32_logits()
         return compute.usual(call)
     call.look()
-    bound = inspect.signature(call.op.original).bind(*call.args, **call.kwargs)
-    given = bound.arguments
-    scale = given.get("scale")
+    order = [*inspect.signature(call.op.original).parameters]
+    given = call.args, call.kwargs
+    query, key, scale = (
+        _arguments.of_call(order, *given, name)
+        for name in ("query", "key", "scale")
+    )
     if scale is None:
-        scale = 1.0 / math.sqrt(given["key"].shape[-1])
-    is_half = tensors.float_dtype(given["query"]) == "float16"
+        scale = 1.0 / math.sqrt(key.shape[-1])
+    is_half = tensors.float_dtype(query) == "float16"
     if is_half and isinstance(scale, int | float) and scale > 0:
         # A power of two rounds nothing. Logits may reach a million.
         power = 2.0 ** (math.floor(math.log2(scale)) - 4)
-        given["query"] = given["query"] * power
-        given["scale"] = scale / power
-    return call.op.run(bound.args, bound.kwargs)
+        for name, value in (("query", query * power), ("scale", scale / power)):
+            given = _arguments.put_in_call(order, *given, name, value)
+    return call.op.run(*given)
 
 
 def attention_in_float32(method: Callable) -> Callable:
@@ -41,13 +45,13 @@ def attention_in_float32(method: Callable) -> Callable:
 
     Logits of 16-bit queries and keys overflow float16 there, too.
     """
-    signature = inspect.signature(method)
+    order = [*inspect.signature(method).parameters][1:]
 
     @functools.wraps(method)
     def attend(self: Any, *args: Any, **kwargs: Any) -> Any:
         source = tensors.only_16_bit((args, kwargs))
-        bound = signature.bind(self, *args, **kwargs).arguments
-        if source is None or not op_places.writes_out(self, bound):
+        given = {**kwargs, **dict(zip(order, args, strict=False))}
+        if source is None or not op_places.writes_out(self, given):
             return method(self, *args, **kwargs)
         if source == "bfloat16" and compilation.by_gpu_kernels():
             # Its logits have float32's range.
