@@ -20,9 +20,14 @@ CASES = [
 ]
 
 
+# What no released version has written.
+NEW = ("data_skips",)
+
+
 def assert_state_is_that_of(folder, model):
     expected = list(np.load(folder / "state.npz").values())
-    for one, wanted in zip(write.state(model), expected, strict=True):
+    found = write.state(model, without=NEW)
+    for one, wanted in zip(found, expected, strict=True):
         # Keras's counters are int64 under TensorFlow, and int32 under JAX.
         helpers.assert_same_bits(one, wanted.astype(one.dtype))
     assert model.optimizer.skipped_steps == 1
