@@ -1,5 +1,6 @@
 """Finds the user's function behind a `jax.custom_vjp`."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,8 @@ if keras.backend.backend() == "jax":
     import jax.extend
 
     PLACES = ((jax.custom_vjp, "__call__"),)
+    # JAX before 0.8 has none.
+    _CONTEXT = getattr(jax, "make_user_context", lambda: None)()
 
 
 def with_rule(function: Any) -> Callable | None:
@@ -36,3 +39,17 @@ def transformation() -> Any:
     """
     state = getattr(jax.extend.core, "get_opaque_trace_state", None)
     return state() if state else "unknown"
+
+
+def traced_apart(value: Any) -> contextlib.AbstractContextManager:
+    """Keeps what JAX traces and compiles in a block for this value only.
+
+    Functions in the block may use the value without taking it as an argument.
+
+    Args:
+        value: Scalar array.
+    """
+    if _CONTEXT is None:
+        return contextlib.nullcontext()
+    is_traced = isinstance(value, jax.core.Tracer)
+    return _CONTEXT(object() if is_traced else float(value))

@@ -92,6 +92,11 @@ class _Run:
         parts: The first parts, which are computed already.
     """
 
+    # Whether a part was inside a loop, a branch or another transformation,
+    # which nothing can leave before its end. JAX keeps what it has traced of
+    # these, so other runs do not notice.
+    is_nested = False
+
     def __init__(
         self, function: Function, count: int, parts: Sequence[Part]
     ) -> None:
@@ -113,7 +118,8 @@ class _Run:
 
         def outside(compute: Callable, arrays: list) -> Any:
             if custom_vjp.transformation() != state:
-                return None
+                _Run.is_nested = True
+                return _inside(compute, arrays)
             for made, rebuilt in known:
                 return rebuilt([next(entered) for _ in made])
             if not left:
@@ -128,6 +134,46 @@ class _Run:
             results = self._function(*given[: self._count])
         return left[0] if left else results
 
+    def with_power(self, by: power.Power) -> Function:
+        """Returns the function for gradients that are scaled by this power."""
+
+        def run(*given: Any) -> Results:
+            with (
+                context_values.holding(power=by),
+                custom_vjp.traced_apart(by.up),
+            ):
+                return self(*given)
+
+        return run
+
+
+def _inside(compute: Callable, arrays: list) -> Any:
+    """Computes a part inside, with unscaled gradients if the power is known."""
+    by = context_values.block.get().power
+    if by is None:
+        made, rebuilt = compute(arrays)
+        return rebuilt(made)
+    made, rebuilt = compute(
+        [_gate(_wide(x), by.up) if _is_float(x) else x for x in arrays]
+    )
+    return rebuilt([_gate(x, by.down) for x in made])
+
+
+@jax.custom_vjp
+def _gate(array: Any, factor: Any) -> Any:
+    """Returns an array, whose gradient is multiplied by a factor."""
+    return array
+
+
+_gate.defvjp(
+    lambda array, factor: (array, factor),
+    lambda factor, upstream: (upstream * factor, None),
+)
+
+
+def _wide(array: Any) -> Any:
+    return array.astype(jnp.promote_types(array.dtype, "float32"))
+
 
 def _by_size(arrays: list) -> tuple[Results, Callable[..., list]]:
     """Returns 16-bit arrays in float32, other float arrays, and the rest.
@@ -141,8 +187,7 @@ def _by_size(arrays: list) -> tuple[Results, Callable[..., list]]:
     ]
     split: Results = ([], [], [])
     for kind, array in zip(kinds, arrays, strict=True):
-        wide = array.astype("float32") if kind == 0 else array
-        split[kind].append(wide)
+        split[kind].append(_wide(array) if kind == 0 else array)
 
     def merged(*split: Sequence) -> list:
         rest = [*map(iter, split)]
@@ -213,7 +258,7 @@ def _pushed(function: Function, values: Sequence, tangents: list) -> tuple:
 
 
 def _gradients(
-    function: Function,
+    run: _Run,
     as_values: Sequence[bool],
     kept: tuple,
     values: tuple,
@@ -225,6 +270,13 @@ def _gradients(
     by = power.of(results, losses, factor)
     up = functools.partial(_spread, by.up)
     scaled = jax.tree.map(functools.partial(_times, up), upstream)
+    function: Function = run
+    if _Run.is_nested:
+        # These parts have to know the power of two.
+        function = run.with_power(lax.stop_gradient(by))
+        _, pull, _ = jax.vjp(
+            _of_floats(function, values), *_floats(values), has_aux=True
+        )
     inside = _pulled(function, pull, values, scaled)
     # XLA would otherwise repeat the division in every kernel that multiplies.
     down = compilation.kept_apart(by.down)

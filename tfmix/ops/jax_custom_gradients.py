@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
-from tfmix import _formats, _messages
-from tfmix._keras import context_values, custom_vjp, layer_policies
+from tfmix import _formats
+from tfmix._keras import context_values, custom_vjp
 
 # Scaling changes nothing in the gradients of these packages' functions, which
 # are linear in what comes in.
@@ -38,24 +38,10 @@ def unscaled(original: Callable) -> Callable:
         bound.apply_defaults()
         with context_values.holding(outside=None):
             part = _Part(functools.partial(original, self), bound.args)
-        result = outside(part.computed, part.arrays)
-        if result is None:
-            _say_scaled(function.__qualname__)
-            return original(self, *args, **kwargs)
-        return result[0]
+        (result,) = outside(part.computed, part.arrays)
+        return result
 
     return call
-
-
-def _say_scaled(name: str) -> None:
-    layer = layer_policies.running()
-    _messages.warn_once(
-        f"the gradient of {name} in layer {layer!r} gets gradients that are "
-        "multiplied by a power of two, because a loop, a branch, `jax.jit`, "
-        "`jax.vmap` or `jax.checkpoint` inside the model calls it. A gradient "
-        "that clips or takes a sign is then wrong; call it outside of these",
-        about=("scaled gradient", name),
-    )
 
 
 class _Part:
