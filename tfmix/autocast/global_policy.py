@@ -289,7 +289,13 @@ def _refresh() -> None:
     latest = _open[-1].choice if _open else _base
     given = None if latest is None else latest.given
     stand_ins.install(active_rules.of_policy(given))
-    if _open or (given is not None and given.name != "float32"):
+    bases = [] if _base is None else [_base]
+    choices = [*bases, *(scope.choice for scope in _open)]
+    is_kerass = global_state.policy_name() != "float32"
+    # A float32 scope only needs the hooks if Keras has another policy.
+    if any(choice.given.name != "float32" for choice in choices) or (
+        _open and is_kerass
+    ):
         _hook()
     else:
         _hooks.set({})
