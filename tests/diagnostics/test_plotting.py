@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import keras
 import pytest
 from matplotlib import colors
 
@@ -13,6 +14,8 @@ from tfmix.diagnostics import check, plotting
 @pytest.fixture(scope="module")
 def report():
     case = faults.loud_between_others()
+    # Each test restores the policy that it finds, which is set by then.
+    keras.config.set_dtype_policy("float32")
     return check.check(case.model, case.x, case.y, loss="mse")
 
 

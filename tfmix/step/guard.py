@@ -475,6 +475,8 @@ class _Guard:
         If no step was applied since the reset, it is the skipped batch's own
         result, or NaN if one of these is not finite.
         """
+        # Outside of compiled steps, Keras 3.12 has made Python numbers of them.
+        own = ops.convert_to_tensor(own)
         if finite.is_float(own):
             own = ops.where(ops.logical_or(stays, fine), own, float("nan"))
         if counts := self._counts():
