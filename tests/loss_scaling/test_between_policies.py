@@ -37,7 +37,7 @@ def plain_keras():
     compile_method.stop_watching()
 
 
-def made(policy, seed, build=True):
+def made(policy, seed, build=True, optimizer="Adam"):
     """Returns a compiled model in the middle of a run, made under a policy."""
     name = policy.split()[1]
     keras.utils.clear_session()
@@ -50,7 +50,7 @@ def made(policy, seed, build=True):
         keras.config.set_dtype_policy(name)
     layers = [keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(1)]
     model = keras.Sequential(layers)
-    optimizer = keras.optimizers.Adam(0.1 * seed)
+    optimizer = helpers.make_optimizer(optimizer, learning_rate=0.1 * seed)
     model.compile(optimizer, loss=keras.losses.MeanSquaredError())
     if build:
         started(model, seed)
@@ -165,6 +165,20 @@ def test_a_checkpoint_of_one_policy_is_restored_under_another(
     status.expect_partial()
 
 
+@tensorflow_only
+@pytest.mark.costly
+@pytest.mark.parametrize("name", ["SGD", "RMSprop"])
+def test_momentums_are_restored_before_float32_builds_them(name, tmp_path):
+    model = made(WRITERS[-1], 3, optimizer=name)
+    values = helpers.snapshot(state(model))
+    path = checkpoint(model, "model").write(str(tmp_path / "run"))
+    model = made(WRITERS[0], 2, build=False, optimizer=name)
+    status = checkpoint(model, "model").read(path)
+    model.optimizer.build(model.trainable_variables)
+    assert_restored(model, values, None)
+    status.assert_existing_objects_matched().expect_partial()
+
+
 @pytest.mark.parametrize("way", ["run.weights.h5", "backup"])
 @pytest.mark.parametrize(("writer", "reader"), PAIRS)
 def test_weights_and_a_backup_hold_the_optimizer_of_any_policy(
@@ -202,6 +216,10 @@ def test_a_model_file_holds_the_optimizer_of_any_policy(writer, reader, said):
     with warned(reader):
         model = keras.saving.load_model(path / "run.keras")
     assert_restored(model, values, None if reader == SCALER else scales)
+    # The file names it, so that a process without tfmix knows it.
+    assert type(bare(model)) is keras.optimizers.Adam
+    if "tfmix" not in reader and reader != SCALER:
+        assert model.optimizer is bare(model)
     assert not said
 
 

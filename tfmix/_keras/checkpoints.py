@@ -10,6 +10,11 @@ _INNER = "inner_optimizer"
 # Every optimizer has these. Keras's scaler does not use its own, so in a
 # wrapper's place these names would mean two things; `_variables` has them, too.
 _AMBIGUOUS = ("_iterations", "_learning_rate")
+# Keras's scaler has as many variables of its own, by position.
+_KERAS_OWN = 4
+# SGD sets it twice, so TensorFlow, which restores a variable when it is made,
+# finds these by position only.
+_ONLY_BY_POSITION = ("_variables", "momentums")
 _TRACKABLE: Any = object
 
 
@@ -45,7 +50,7 @@ class StoredAsInner(_TRACKABLE):
             _INNER: self.inner_optimizer,
             **own,
             **{name: inner[name] for name in inner if name not in _AMBIGUOUS},
-            "_variables": self._without_other_names(inner),
+            "_variables": self._by_position(inner),
         }
 
     def _lookup_dependency(
@@ -74,25 +79,31 @@ class StoredAsInner(_TRACKABLE):
             if isinstance(child, keras.Variable) and name not in _AMBIGUOUS
         }
 
-    def _without_other_names(self, inner: dict) -> Any:
-        """Returns the inner optimizer's variables that no list of it holds."""
+    def _by_position(self, inner: dict) -> Any:
+        """Returns the inner optimizer's variables by position.
+
+        Those in the places of the variables of Keras's scaler are left out if
+        they have another name.
+        """
         import tensorflow as tf
 
-        listed = {
+        named = {
             id(variable)
             for name, child in inner.items()
-            if name != "_variables"
+            if name not in _ONLY_BY_POSITION
             for variable in child._trackable_children().values()
         }
         found = {
             str(position): variable
             for position, variable in enumerate(self.inner_optimizer.variables)
-            if id(variable) not in listed
+            if position >= _KERAS_OWN or id(variable) not in named
         }
         # TensorFlow asks several times while it saves, and compares objects.
-        kept = self._stored.unlisted
+        kept = self._stored.by_position
         if [*map(id, kept.values())] != [*map(id, found.values())]:
-            kept = self._stored.unlisted = tf.__internal__.tracking.wrap(found)
+            kept = self._stored.by_position = tf.__internal__.tracking.wrap(
+                found
+            )
         return kept
 
 
@@ -101,7 +112,7 @@ class _Stored:
 
     def __init__(self) -> None:
         self.files: weakref.WeakSet = weakref.WeakSet()
-        self.unlisted: Any = {}
+        self.by_position: Any = {}
 
 
 class _Unplaced:
