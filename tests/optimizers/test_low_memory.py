@@ -371,13 +371,6 @@ def test_a_conversion_keeps_8_bit_state():
         fit(each, 1)
         tfmix.apply_policy(each, "mixed_bfloat16")
     np.testing.assert_allclose(fit(model, 2), fit(twin, 2), rtol=0.05)
-    model = model_of(PURE["masters"](MAKERS["adam"](), slot_dtype="int8"))
-    fit(model, 1)
-    tfmix.apply_policy(model, "bfloat16")
-    before = [v.numpy() for v in coded(model.optimizer)]
-    tfmix.apply_policy(model, "float32")
-    for variable, old in zip(coded(model.optimizer), before, strict=True):
-        helpers.assert_same_bits(variable, old)
 
 
 @pytest.mark.costly
@@ -386,7 +379,7 @@ def test_pure_sixteen_bit_is_refused_and_changes_nothing():
     fit(model, 1)
     kept = [*model.variables, *model.optimizer.variables]
     before = helpers.snapshot(kept)
-    with pytest.raises(ValueError, match="is for float32 variables"):
+    with pytest.raises(ValueError, match="casts no variables"):
         tfmix.apply_policy(model, "bfloat16")
     helpers.assert_unchanged(kept, before)
     fit(model, 1)

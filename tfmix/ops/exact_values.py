@@ -134,11 +134,8 @@ def to_float32_with_notes(value: Any) -> Any:
     """
     if not tensors.is_16_bit(value):
         return value
-    result = value
-    if getattr(value, "ndim", None) == 0:
-        # A large penalty that was summed in float32 is beyond float16.
-        result = if_lost(value)
-    result = tensors.to_float32(result)
+    # A large sum that was computed in float32 is beyond float16.
+    result = tensors.to_float32(if_lost(value))
     global_state.copy_notes(value, result, tensors.to_float32)
     return result
 
