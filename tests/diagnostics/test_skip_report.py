@@ -507,7 +507,11 @@ def test_all_optimizers_that_a_model_steps_are_counted(said, how):
 
 @pytest.mark.costly
 @helpers.requires_backend("jax")
-@pytest.mark.parametrize("together", [1])
+# Of 16 steps in executions of 3, it reports 2 of 15 for 3 of 16.
+@pytest.mark.parametrize(
+    "together",
+    [1, pytest.param(3, marks=pytest.mark.xfail(reason="counts are wrong"))],
+)
 def test_steps_of_an_unwrapped_optimizer_are_counted_under_jax(said, together):
     with global_policy.policy_scope("mixed_float16"):
         model = keras.Sequential(layers())
