@@ -505,13 +505,10 @@ def test_all_optimizers_that_a_model_steps_are_counted(said, how):
     assert told.startswith("8 of 32 steps of epoch 1 were skipped")
 
 
-@pytest.mark.costly
+# It is not the same in each run: sometimes a skip is missing.
+@pytest.mark.slow
 @helpers.requires_backend("jax")
-# Of 16 steps in executions of 3, it reports 2 of 15 for 3 of 16.
-@pytest.mark.parametrize(
-    "together",
-    [1, pytest.param(3, marks=pytest.mark.xfail(reason="counts are wrong"))],
-)
+@pytest.mark.parametrize("together", [1, 3])
 def test_steps_of_an_unwrapped_optimizer_are_counted_under_jax(said, together):
     with global_policy.policy_scope("mixed_float16"):
         model = keras.Sequential(layers())
