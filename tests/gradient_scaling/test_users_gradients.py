@@ -367,6 +367,83 @@ def test_each_way_to_call_such_a_function_is_right(way, mode):
         assert_close(right, each, 0.02)
 
 
+class Cell(layers.Layer):
+    state_size = 8
+
+    def build(self, shape):
+        self.a = self.add_weight(shape=(shape[-1], 8))
+        self.b = self.add_weight(shape=(8, 8))
+
+    def call(self, x, states):
+        hidden = ops.matmul(x, self.a) + ops.matmul(states[0], self.b)
+        hidden = clipped(ops.tanh(hidden))
+        return hidden, [hidden]
+
+
+def a_recurrent_cell(hidden):
+    steps_of_4 = layers.Reshape((4, 4))(hidden)
+    return layers.RNN(Cell())(steps_of_4)
+
+
+def a_model_inside(hidden):
+    some = [layers.Dense(8, "tanh"), Calls(clipped), layers.Dense(8, "tanh")]
+    return keras.Sequential([keras.Input((16,)), *some])(hidden)
+
+
+def recomputed_layers(hidden):
+    with keras.RematScope("full"):
+        some = [layers.Dense(8, "tanh"), Calls(clipped)]
+    for layer in some:
+        hidden = layer(hidden)
+    return hidden
+
+
+def heads(hidden):
+    trunk = Calls(clipped)(hidden)
+    number = Calls(clipped)(layers.Dense(4, "tanh")(trunk))
+    return layers.Dense(1, dtype="float32")(number), trunk
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("mode", steps.MODES[1:])
+@pytest.mark.parametrize(
+    "make", [a_recurrent_cell, a_model_inside, recomputed_layers, heads]
+)
+def test_each_kind_of_model_may_call_such_a_function(make, mode):
+    def model(policy):
+        tfmix.set_global_policy(policy)
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((16,))
+        made = make(layers.Dense(16, "tanh")(inputs))
+        if isinstance(made, tuple):
+            return keras.Model(inputs, made)
+        last = layers.Dense(1, dtype="float32")
+        return keras.Model(inputs, last(made))
+
+    def loss(call):
+        first, *others = keras.tree.flatten(call(X))
+        return error(first) + 1e-4 * sum(map(error, others))
+
+    right, found = (
+        found_by(model(policy), "loop", mode, loss)
+        for policy in ("float32", "mixed_float16")
+    )
+    assert_close(right, found, 0.02)
+
+
+@helpers.requires_backend("tensorflow")
+def test_a_function_that_sees_scaled_gradients_says_so_once(said):
+    tfmix.set_global_policy("mixed_float16")
+    function = tf.function(clipped)
+    for _ in range(2):
+        layer = Calls(function)
+        layer.name = "clips"
+        model = keras.Sequential([keras.Input((16,)), layer, layers.Dense(1)])
+        gradients_by_loop(model, "eager", lambda call: error(call(X)))
+    (line,) = (line for line in said if "power of two" in line)
+    assert "in layer 'sequential/clips'" in line
+
+
 @pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("factor", [1.0, 1e-4])

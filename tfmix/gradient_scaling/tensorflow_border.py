@@ -102,29 +102,23 @@ class _Run:
         variables, both = self._variables(), (list(results), list(losses))
         return _Border(again, tensors, variables, both, overwritten)
 
-    def outside(
-        self, compute: Callable, tensors: list, may_leave: bool = True
-    ) -> Any:
+    def outside(self, compute: Callable, tensors: list) -> Any:
         """Computes a part of the function outside of the border.
 
         Args:
             compute: Takes the tensors in float32. Returns float32 results, and
                 a function that turns them into the result.
             tensors: Its arguments, float tensors.
-            may_leave: Whether it may be computed outside. Inside a loop or a
-                branch it is not: it sees the power of two of its gradient.
 
         Returns:
             The result; `None` inside another function, whose gradient is traced
             before the power of two is known.
         """
         is_here = compilation.trace() == self._trace
-        if not (is_here and may_leave and tensors):
-            is_known = context_values.block.get().power is not None
-            if not (is_here or is_known or gradients.is_part_of(self._trace)):
-                return None
-            made, rebuilt = compute(tensors, is_outside=False)
-            return rebuilt(made)
+        if not (is_here and tensors):
+            # Nothing can leave a loop or a branch before its end.
+            known = is_here or gradients.is_part_of(self._trace)
+            return _inside(compute, tensors) if known else None
         border = self.border(*_by_size(tensors))
         paused = self._tape.stop_recording() if self._tape else _nothing()
         with paused, context_values.holding(outside=None):
@@ -159,6 +153,12 @@ class _Run:
             *(left[count] if count < len(left) else (results, losses)),
             None,
         )
+
+
+def _inside(compute: Callable, tensors: list) -> Any:
+    """Computes a part that sees the power of two of its gradient."""
+    made, rebuilt = compute(tensors, is_outside=False)
+    return rebuilt(made)
 
 
 def _by_size(tensors: Sequence) -> tuple[list, list]:
@@ -258,7 +258,7 @@ class _Border:
         with _as_written():
             by = power.of(upstream[:count], upstream[count:], self._factor)
             scaled = [_times(by.up, gradient) for gradient in upstream]
-        with context_values.holding(power=by):
+        with context_values.holding(power=by, outside=_inside):
             inside = self._inside(tape, is_asked, scaled)
         kept = [n for n, g in enumerate(inside) if g is not None]
         values = [_values(inside[n]) for n in kept]
@@ -336,7 +336,7 @@ class _Border:
         tensors, scaled = given[:count], given[count:]
         tape = _tape()
         results = _recorded(tape, self._again, tensors)
-        with context_values.holding(power=by):
+        with context_values.holding(power=by, outside=_inside):
             inside = self._asked(tape, results, tensors, scaled)
         return [_values(inside[n]) for n in kept], [], None
 

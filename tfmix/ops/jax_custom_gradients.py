@@ -31,7 +31,7 @@ def unscaled(original: Callable) -> Callable:
         outside = context_values.block.get().outside
         rule = custom_vjp.with_rule(self)
         function = rule or self.fun
-        is_linear = function.__module__.partition(".")[0] in _LINEAR
+        is_linear = (function.__module__ or "").partition(".")[0] in _LINEAR
         if outside is None or is_linear:
             return original(self, *args, **kwargs)
         bound = inspect.signature(self.fun).bind(*args, **kwargs)

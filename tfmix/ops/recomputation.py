@@ -50,24 +50,23 @@ def alike(original: Callable, block_as_now: Callable[[], Block]) -> Callable:
     @functools.wraps(original)
     def record(f: Callable, args: Any, kwargs: Any) -> Any:
         block = block_as_now()
-        outside = context_values.block.get().outside
-        is_linear = f.__module__.partition(".")[0] in _LINEAR
-        # What a user's function calls is part of it.
-        within = None
-        if outside is not None and is_linear:
-            within = functools.partial(outside, may_leave=False)
+        now = context_values.block.get()
+        is_linear = (f.__module__ or "").partition(".")[0] in _LINEAR
 
         @functools.wraps(f)
         def function(*args: Any, **kwargs: Any) -> tuple[Any, Callable]:
+            # What it calls has no say in its gradient, unless that runs now.
+            runs_again = is_linear and now.power is not None
+            within = now.outside if runs_again else None
             with context_values.holding(outside=within):
                 result, gradient = f(*args, **kwargs)
                 return result, _as_now(gradient, block)
 
-        if outside is None or is_linear:
+        if now.outside is None or is_linear:
             return original(function, args, kwargs)
         given = tf.nest.map_structure(tensors.snapshot, (args, kwargs))
         call = functools.partial(_computed, original, function, block, given)
-        result = outside(call, _floats(given))
+        result = now.outside(call, _floats(given))
         if result is None:
             _say_scaled(f)
             return original(function, args, kwargs)
@@ -163,7 +162,7 @@ def _unscaled(
         if by is None and not is_outside:
             return gradient(*upstream, **variables)
         down, up = (None, None) if by is None else (by.down, by.up)
-        with context_values.holding(power=None):
+        with context_values.holding(power=None, outside=None):
             entering = [_times(down, tensors.to_float32(x)) for x in upstream]
             try:
                 found = gradient(*entering, **variables)
@@ -243,18 +242,18 @@ def _as_now(
     if is_float32:
         state = (*state[:2], None)
 
-    def as_called(power: Any, args: Any, kwargs: Any) -> Any:
+    def as_called(now: context_values.Block, args: Any, kwargs: Any) -> Any:
         with (
             block(),
             global_state.as_called(state),
-            context_values.holding(power=power),
+            context_values.holding(power=now.power, outside=now.outside),
         ):
             return gradient(*args, **kwargs)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        power = context_values.block.get().power
+        now = context_values.block.get()
         # A context cannot be entered twice at a time, as second order would.
-        return settings.copy().run(as_called, power, args, kwargs)
+        return settings.copy().run(as_called, now, args, kwargs)
 
     run.__signature__ = inspect.signature(gradient)  # type: ignore[attr-defined]
     return run
