@@ -51,6 +51,7 @@ class Comparison:
             for owner, _ in (
                 *custom_vjp.PLACES,
                 *gradients.CUSTOM,
+                *gradients.TAPE,
                 *gradients.TRACE,
                 *operators.PLACES,
             )

@@ -333,11 +333,20 @@ def with_a_weight_inside(layer, x):
     return product(x)
 
 
+def in_a_tape(layer, x):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        made = clipped(tf.tanh(x))
+    return made + tape.gradient(made, x)
+
+
 COMPOSITES = [two_in_a_row, of_a_weight, of_two_results]
 COMPOSITES += [with_16_bit_numbers_inside, with_keywords]
 COMPOSITES += [recomputed, in_a_branch, in_a_loop]
 COMPOSITES += (
-    [each_row, in_a_jit, in_a_scan] if ON_JAX else [with_a_weight_inside]
+    [each_row, in_a_jit, in_a_scan]
+    if ON_JAX
+    else [with_a_weight_inside, in_a_tape]
 )
 
 

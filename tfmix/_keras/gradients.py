@@ -13,6 +13,8 @@ from tfmix._keras import global_state, replacements
 
 # TensorFlow calls one of these for a `tf.custom_gradient`.
 CUSTOM: tuple[replacements.Place, ...] = ()
+# TensorFlow calls this when a tape begins to record.
+TAPE: tuple[replacements.Place, ...] = ()
 # TensorFlow calls this to find the trace of a `tf.function` for a call.
 TRACE: tuple[replacements.Place, ...] = ()
 if keras.backend.backend() == "tensorflow":
@@ -30,6 +32,7 @@ if keras.backend.backend() == "tensorflow":
         (custom_gradient, "_eager_mode_decorator"),
         (custom_gradient, "_graph_mode_decorator"),
     )
+    TAPE = ((tf.GradientTape, "__enter__"),)
     TRACE = ((function_context, "make_function_context"),)
 
 # A graph holds its own gradient functions under this name.

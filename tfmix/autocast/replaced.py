@@ -36,6 +36,12 @@ def _unscaled(original: Callable) -> Any:
     return jax_custom_gradients.unscaled(original)
 
 
+def _staying(original: Callable) -> Any:
+    from tfmix.gradient_scaling import tensorflow_border
+
+    return tensorflow_border.staying(original)
+
+
 METHODS = (
     # It makes a copy of a variable that knows its float32 source.
     Method([layers.AUTOCAST], weights.autocast, always=True),
@@ -51,6 +57,8 @@ METHODS = (
     Method(recomputation.PLACES, _recomputed, always=True),
     # Gradients are scaled inside of a model, but not those of a user's.
     Method(custom_vjp.PLACES, _unscaled, always=True),
+    # A user's gradient stays inside of a tape that a layer opens.
+    Method(gradients.TAPE, _staying, always=True),
     # A graph that was traced without a tape has no border.
     Method(gradients.TRACE, gradients.traced_for_gradients, always=True),
     # With dropout, attention layers do not call the op.

@@ -58,8 +58,12 @@ def call(
     tape = _tape() if is_taped else None
     with gradients.variables_read() as variables:
         run = _Run(again or function, inside, variables, tape)
-        with context_values.holding(outside=run.outside):
-            results, losses, rest = _recorded(tape, function, inside)
+
+        def first(*tensors: Any) -> Results:
+            with context_values.holding(outside=run.outside):
+                return function(*tensors)
+
+        results, losses, rest = _recorded(tape, first, inside)
     pairs = zip(tensors, inside, strict=True)
     copies = [id(new) for given, new in pairs if id(given) in overwritten]
     border = run.border(results, losses, {*overwritten, *copies})
@@ -83,6 +87,8 @@ class _Run:
         self._again, self._variables, self._tape = again, variables, tape
         self._tensors = list(tensors)
         self._trace = compilation.trace()
+        # No part can be outside of a tape that the function opens.
+        self._may_leave = True
         # The float32 results of each part, which are arguments of what comes
         # after it, and a function that turns them into its result.
         self._parts: list[tuple[list, Callable]] = []
@@ -115,7 +121,7 @@ class _Run:
             before the power of two is known.
         """
         is_here = compilation.trace() == self._trace
-        if not (is_here and tensors):
+        if not (is_here and self._may_leave and tensors):
             # Nothing can leave a loop or a branch before its end.
             known = is_here or gradients.is_part_of(self._trace)
             return _inside(compute, tensors) if known else None
@@ -131,6 +137,10 @@ class _Run:
         self._parts.append((made, rebuilt))
         return rebuilt(made)
 
+    def stay(self) -> None:
+        """Lets no further part be computed outside."""
+        self._may_leave = False
+
     def _run_again(self, count: int, *given: Any) -> Results:
         """Runs the function again, as far as its part of this number.
 
@@ -142,6 +152,8 @@ class _Run:
         entered, left = iter(given[first:]), list[tuple[list, list]]()
 
         def outside(compute: Callable, tensors: list) -> Any:
+            if len(left) == len(self._parts):
+                return _inside(compute, tensors)
             made, rebuilt = self._parts[len(left)]
             left.append(_by_size(tensors))
             # Later parts do not count.
@@ -153,6 +165,19 @@ class _Run:
             *(left[count] if count < len(left) else (results, losses)),
             None,
         )
+
+
+def staying(original: Callable) -> Callable:
+    """Returns a tape's `__enter__`: inside a border, parts then stay inside."""
+
+    @functools.wraps(original)
+    def enter(self: tf.GradientTape) -> tf.GradientTape:
+        run = getattr(context_values.block.get().outside, "__self__", None)
+        if isinstance(run, _Run):
+            run.stay()
+        return original(self)
+
+    return enter
 
 
 def _inside(compute: Callable, tensors: list) -> Any:
