@@ -1,6 +1,5 @@
 """Shows the loss scale and the skipped steps while a model trains."""
 
-import collections
 import dataclasses
 import itertools
 import math
@@ -117,8 +116,6 @@ class LossScaleMonitor(skip_report.SkipWatch):
         self.timeline: list[Reading] = []
         self._step = self._next_reading = self._epoch_start = 0
         self._has_scale = self._started = False
-        # Keras appends to it from a pool of threads, not always in order.
-        self._batches: collections.deque[int] = collections.deque(maxlen=1024)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Draws the loss scale over the steps, and where steps were skipped.
@@ -170,7 +167,6 @@ class LossScaleMonitor(skip_report.SkipWatch):
             # Other callbacks may restore a run in `on_train_begin`.
             self._start()
         self._epoch_start = self._step
-        self._batches.clear()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Takes a reading if one is due, before the next step runs."""
@@ -183,7 +179,7 @@ class LossScaleMonitor(skip_report.SkipWatch):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Shows the last reading in the progress bar."""
-        self._batches.append(batch)
+        super().on_train_batch_end(batch, logs)
         if self._has_scale and logs is not None:
             # A bar wider than the terminal leaves a line at each redraw.
             shown = self._numbers("loss_scale", "skipped_steps")
@@ -191,7 +187,7 @@ class LossScaleMonitor(skip_report.SkipWatch):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Takes a reading, and adds it to the epoch's logs."""
-        self._step = self._epoch_start + max(self._batches, default=-1) + 1
+        self._step = self._epoch_start + self._steps()
         if self._has_scale:
             self._read()
             if logs is not None:

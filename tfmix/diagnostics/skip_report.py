@@ -1,5 +1,6 @@
 """Reports skipped steps."""
 
+import collections
 import contextlib
 import functools
 import math
@@ -68,6 +69,8 @@ class SkipWatch(keras.callbacks.Callback):
         # The arguments of `fit`, by their names.
         self.data: Mapping[str, Any] = {}
         self.batch_size: int | None = None
+        # Keras appends to it from a pool of threads, not always in order.
+        self._batches: collections.deque[int] = collections.deque(maxlen=1024)
         # Whether another watch, which the user gave to `fit`, reports.
         self._stands_back = False
         # The `History` of the run whose callbacks this watch has joined.
@@ -81,8 +84,6 @@ class SkipWatch(keras.callbacks.Callback):
         self._before: Counts = {}
         self._now: Counts | None = None
         self._lowest: dict[Any, float] = {}
-        # The steps of the running epoch.
-        self._steps = 0
         # The last epoch with skipped steps.
         self._last = skip_causes.Skips()
         self._has_reported = False
@@ -123,10 +124,15 @@ class SkipWatch(keras.callbacks.Callback):
             # Other callbacks may restore a run in `on_train_begin`.
             self._now = self._count()
         self._before, self._has_reported = self._now, False
+        self._batches.clear()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Counts the steps of the epoch."""
-        self._steps = batch + 1
+        """Notes the number of the batch, which counts steps."""
+        self._batches.append(batch)
+
+    def _steps(self) -> int:
+        """Returns the number of steps that the epoch has made."""
+        return max(self._batches, default=-1) + 1
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Reports how many steps were skipped, and the likeliest cause."""
@@ -151,8 +157,8 @@ class SkipWatch(keras.callbacks.Callback):
         # The last of several steps of one execution may not have been there.
         if rest and (whole or self.model.steps_per_execution == 1):
             before = self._before.get(rest, Counted()).applied
-            made = min(self._steps, whole or self._steps)
-            rest.count_rest(made, steps(rest)[0] - before)
+            made = self._steps()
+            rest.count_rest(min(made, whole or made), steps(rest)[0] - before)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Reports what was no news after its epoch."""
