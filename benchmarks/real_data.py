@@ -96,14 +96,14 @@ def row(
     cells: dict[str, Any] = {
         "task": task.kind,
         "data": task.source,
-        "score": f"{task.metric}, target {task.target:g}",
+        "score (target)": f"{task.metric} ({task.target:g})",
     }
     for way, scores in last.items():
         mark = " (worse)" if is_worse(scores, last["float32"]) else ""
         is_finite = all(map(math.isfinite, scores))
         cells[way] = f"{results.mean(scores) if is_finite else 'nan'}{mark}"
     epochs = [epochs_to_target(name, runs) for runs in found.values()]
-    return cells | {"epochs until then": " / ".join(epochs)}
+    return cells | {"epochs": "/".join(epochs)}
 
 
 def tables(names: Sequence[str]) -> list[results.Table]:

@@ -118,6 +118,16 @@ def test_the_table_says_the_results_that_were_measured(start):
     assert row == [shown[0], "not run", shown[1]]
 
 
+def test_the_table_counts_the_tasks_on_real_data():
+    (row,) = [row for name, row in gains().items() if "real data" in name]
+    tasks = rows_of("real_data-tensorflow")
+    worse = [
+        f"{sum('worse' in task[way] for task in tasks)} of {len(tasks)}"
+        for way in ("Keras, float16", "tfmix, float16")
+    ]
+    assert row == ["–", *worse]
+
+
 def test_the_picture_is_drawn_from_the_records():
     pytest.importorskip("matplotlib")
     made = runpy.run_path(str(ROOT / ".ci" / "front_picture.py"))

@@ -261,7 +261,7 @@ _CHECK: _Options = {
         "mixed_float16)"
     },
     "--rows": {"type": int, "default": 64, "help": "rows to use (default: 64)"},
-    "--suggest": _flag("search a policy that is healthy"),
+    "--suggest": _flag("suggest a policy with the layers at fault in float32"),
     "--verbose": _flag("print every layer, not the worst alone"),
     "--html": _file("write a report to this file"),
 }
@@ -302,8 +302,8 @@ _DEMO: _Options = {
 }
 _RUN: _Options = {
     "--policy": {
-        "help": f"{_LISTED}; the script's own policies are ignored (default: "
-        "the script's own, else auto, which suits the device)",
+        "help": f"{_LISTED}; replaces the script's own (default: the script's "
+        "own, else auto, which suits the device)",
     },
     "--against": {
         "metavar": "POLICY",

@@ -40,7 +40,7 @@ def test_a_row_has_a_cell_for_each_way_and_marks_a_worse_one():
     made = real_data.row("digits", found)
     assert made["float32"] == "95.50 ± 0.71"
     assert made["Keras, float16"] == "nan (worse)"
-    assert made["epochs until then"] == "2 / - / 2 / 2"
+    assert made["epochs"] == "2/-/2/2"
 
 
 def test_coxs_likelihood_counts_those_who_lived_as_long():

@@ -40,7 +40,7 @@ class Settings:
     # turns, as they ran. They are in one folder, which the last run removes.
     before: tuple[str, ...] = ()
     is_quiet: bool = False  # true if a later run will print
-    is_asked: bool = True  # true if the script's own policies are ignored
+    is_asked: bool = True  # true if it replaces the script's own policies
     # The policy of the next run, and whether that one is asked for.
     then: tuple[str, bool] | None = None
     process: int | None = None  # the process that `tfmix run` started
