@@ -40,7 +40,7 @@ TENSORFLOW_DEVICES = 4
 TENSORFLOW_IS_ENOUGH = (
     "benchmarks/",
     "autocast/test_averaged_weights.py",
-    "autocast/test_compile_optimizer.py",
+    "autocast/test_compile.py",
     "callbacks/",
     "conversion/test_convert_applications.py",
     "conversion/test_copying.py",

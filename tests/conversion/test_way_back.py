@@ -10,7 +10,7 @@ from tfmix._keras import (
     compile_method,
     layer_policies,
 )
-from tfmix.autocast import compile_optimizer
+from tfmix.autocast import compile as compiling
 from tfmix.autocast import record as mixed_model
 from tfmix.conversion import convert, layer_changes
 from tfmix.loss_scaling import optimizer as scaling
@@ -88,7 +88,7 @@ STAGES = [
     (layer_policies, "set_policy", 2),
     (layer_changes, "_set_spec", 2),
     (mixed_model, "set_policy", 1),
-    (compile_optimizer, "choose", 1),
+    (compiling, "choose", 1),
     (compile_method, "adopt_optimizer", 1),
     (guard, "attach", 1),
     (layer_changes, "forget_compiled", 1),

@@ -208,8 +208,11 @@ def test_strategies_that_cannot_skip_together_are_refused():
     strategy = tf.distribute.experimental.CentralStorageStrategy(
         compute_devices=["CPU:0", "CPU:1"], parameter_device="CPU:0"
     )
-    with strategy.scope(), pytest.raises(ValueError, match="CentralStorage"):
-        Wrapped("sgd")
+    with strategy.scope():
+        weight = keras.Variable(np.ones(1, "float32"))
+        optimizer = Wrapped("sgd")
+        with pytest.raises(ValueError, match="CentralStorage"):
+            optimizer.apply([weight.value], [weight])
 
     class ParameterServerStrategyV2:
         """Has the name of the strategy, which needs a cluster to exist."""

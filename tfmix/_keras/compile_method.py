@@ -32,6 +32,18 @@ def stop_watching() -> None:
     _replacements.set({})
 
 
+def replacing(original: Callable, *args: Any, **kwargs: Any) -> None:
+    """Calls a model's `compile` while that of Keras is replaced."""
+    # A record outlasts `set_global_policy("float32")`, which restores it.
+    was_watching = bool(_replacements.places())
+    watch()
+    try:
+        original(*args, **kwargs)
+    finally:
+        if not was_watching:
+            stop_watching()
+
+
 def adopt_optimizer(model: keras.Model, optimizer: Any, saved: Any) -> None:
     """Sets the optimizer of a compiled model, and the one its files name."""
     model.optimizer = optimizer

@@ -21,14 +21,15 @@ from tfmix._keras import (
     replacements,
     version,
 )
-from tfmix.autocast import new_layers, record, replaced
+from tfmix.autocast import compile as compiling
+from tfmix.autocast import new_layers, replaced
 from tfmix.ops import active_rules, stand_ins
 from tfmix.policy import policy as policies
 from tfmix.policy.devices import is_on_tpu
 
 _lock = threading.RLock()
 _hooks = replacements.Replacements()
-compile_method.use(record.compiling)
+compile_method.use(compiling.compiling)
 stand_ins.use(replaced.METHODS)
 # The choice of `set_global_policy`; `None` before its first call.
 _base: "_Choice | None" = None

@@ -24,7 +24,6 @@ from tfmix._keras import (
 )
 from tfmix.autocast import (
     bare_optimizers,
-    compile_optimizer,
     exact_inputs,
     fallback,
 )
@@ -36,7 +35,6 @@ from tfmix.optimizers import sixteen_bit_optimizer
 from tfmix.policy import layer_dtypes
 from tfmix.policy import policy as policies
 from tfmix.policy.devices import devices
-from tfmix.step import guard
 
 
 class _Silence:
@@ -70,7 +68,6 @@ def set_policy(model: keras.Model, policy: keras.DTypePolicy) -> None:
         exact_inputs.begin_exact(model)
         record = _MixedModel(model, policy)
         layer_methods.attach(model, layer_methods.RULES, record)
-        record.wrap_what_swaps()
         model_call.note_scaling(model, True)
     else:
         layer_methods.detach(model, layer_methods.RULES)
@@ -119,7 +116,6 @@ class _MixedModel:
         self._float8 = ruled if ruled.is_float8 else None
         self._rules = active_rules.of_policy(policy)
         self._outputs = outermost.Outputs(model, self._under_rules)
-        self.is_compiling = False
         self.wrappers = self._wrappers()
 
     def _wrappers(self) -> dict[str, layer_methods.Wrapper]:
@@ -127,8 +123,10 @@ class _MixedModel:
         model = self._model
         wrappers: dict[str, layer_methods.Wrapper] = {
             "call": self._call,
-            "compile": self._compile,
+            "compile": compile_method.replacing,
             "fit": self._fit,
+            "evaluate": functools.partial(self._swapped, "evaluate"),
+            "predict": functools.partial(self._swapped, "predict"),
             "make_train_function": self._make_train_function,
             "train_step": self._train_step,
             "test_step": self._under_rules,
@@ -169,25 +167,6 @@ class _MixedModel:
             self._wrap(**{layers.RUN_GRAPH: run})
         return self._outputs.of(*args, **kwargs)
 
-    def _compile(self, original: Callable, *args: Any, **kwargs: Any) -> None:
-        # The record replaces what the file says.
-        kwargs.pop("guarded", None)
-        self.is_compiling = True
-        _adopt(self._model)
-        try:
-            _compile(self._model, original, args, kwargs)
-        finally:
-            self.is_compiling = False
-
-    def wrap_what_swaps(self) -> None:
-        """Wraps what runs `SwapEMAWeights`, if the optimizer averages."""
-        if self._averages():
-            swapped = {
-                name: functools.partial(self._swapped, name)
-                for name in ("evaluate", "predict")
-            }
-            self._wrap(**swapped)
-
     def _wrap(self, **more: layer_methods.Wrapper) -> None:
         """Wraps further methods of the model."""
         if not more.keys() <= self.wrappers.keys():
@@ -195,9 +174,7 @@ class _MixedModel:
             layer_methods.attach(self._model, layer_methods.RULES, self)
 
     def _fit(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        fit = original
-        if self._averages():
-            fit = functools.partial(self._swapped, "fit", original)
+        fit = functools.partial(self._swapped, "fit", original)
         return _reports.fit(self._model, fit, *args, **kwargs)
 
     def _make_train_function(
@@ -207,25 +184,22 @@ class _MixedModel:
         _reports.begin(self._model)
         return made
 
-    def _averages(self) -> bool:
-        """Returns whether the optimizer averages the weights it updates."""
-        optimizer = getattr(self._model, "optimizer", None)
-        if not isinstance(optimizer, keras.optimizers.Optimizer):
-            return False
-        return optimizers.keeps_averages(optimizer)
-
     def _swapped(
         self, method: str, original: Callable, *args: Any, **kwargs: Any
     ) -> Any:
         """Makes `SwapEMAWeights` swap master weights of 16-bit variables."""
-        owner = sixteen_bit_optimizer.owner(self._model.optimizer)
-        if owner is None:
+        swapping = [
+            callback
+            for callback in training.callbacks(method, args, kwargs)
+            if isinstance(callback, keras.callbacks.SwapEMAWeights)
+        ]
+        owner = swapping and sixteen_bit_optimizer.owner(self._model.optimizer)
+        if not owner:
             return original(*args, **kwargs)
         swaps = owner.swap_averages, owner.overwrite_averages
         with contextlib.ExitStack() as undo:
-            for callback in training.callbacks(method, args, kwargs):
-                if isinstance(callback, keras.callbacks.SwapEMAWeights):
-                    optimizers.swap_averages_by(undo, callback, *swaps)
+            for callback in swapping:
+                optimizers.swap_averages_by(undo, callback, *swaps)
             return original(*args, **kwargs)
 
     def _train_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -298,136 +272,3 @@ class _MixedModel:
                 "no device here multiplies float8: the policy "
                 "'mixed_float8' computes the same by casts, more slowly."
             )
-
-
-def compiling(original: Callable[..., None]) -> Callable[..., None]:
-    """Returns the replacement of Keras's `compile` for all models."""
-
-    @functools.wraps(original)
-    def compile(self: keras.Model, *args: Any, **kwargs: Any) -> None:
-        method = functools.partial(original, self)
-
-        @functools.wraps(method)
-        def inner(*args: Any, **kwargs: Any) -> None:
-            # Keras creates an optimizer here, and computes nothing in 16 bit.
-            with stand_ins.block(()):
-                method(*args, **kwargs)
-
-        record = _record(self)
-        if record is not None and record.is_compiling:
-            # The model's own wrapper of `compile` does the rest.
-            inner(*args, **kwargs)
-            return
-        guarded = kwargs.pop("guarded", None)
-        if guarded is None or not guarded.alone:
-            _adopt(self)
-        in_force = active_rules.SIXTEEN_BIT in active_rules.of_caller()
-        if policy_of(self) or guarded or in_force:
-            _compile(self, inner, args, kwargs)
-        else:
-            method(*args, **kwargs)
-
-    return compile
-
-
-def _adopt(model: keras.Model) -> None:
-    """Gives a model with 16-bit layers what a policy gives to a new one."""
-    policy = policy_of(model) or _policy_of_layers(model)
-    if policy is None:
-        return
-    for layer in layers.flat_layers(model):
-        is_model = isinstance(layer, keras.Model)
-        has_fallback = layer_methods.part(layer, layer_methods.FALLBACK)
-        if has_fallback or (is_model and policy_of(layer)):
-            continue
-        exact_inputs.keep_exact(layer)
-        if not layers.is_structure(layer):
-            fallback.attach(layer)
-        if is_model and _policy_of_layers(layer):
-            set_policy(layer, policy)
-
-
-def _policy_of_layers(model: keras.Model) -> keras.DTypePolicy | None:
-    for layer in layers.flat_layers(model)[1:]:
-        if isinstance(layer, keras.Model) and policy_of(layer):
-            return policy_of(layer)
-    for dtype in _formats.SIXTEEN_BIT:
-        if layer_dtypes.computes_in(model, dtype):
-            pure = layer_dtypes.has_sixteen_bit_variables(model)
-            return policies.Policy(dtype if pure else f"mixed_{dtype}")
-    return None
-
-
-def _compile(
-    model: keras.Model,
-    original: Callable[..., None],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    """Compiles a model with the optimizer that its dtypes call for.
-
-    Args:
-        model: The model.
-        original: The `compile` of its class or, without a record, of Keras.
-        args: Positional arguments of `compile`.
-        kwargs: Keyword arguments of `compile`.
-    """
-    of_call = functools.partial(
-        _arguments.of_call, training.ORDERS["compile"], args, kwargs
-    )
-    wanted, given = of_call("auto_scale_loss", True), of_call("optimizer")
-    compile_optimizer.refuse_two_scales(given)
-    fixed = getattr(given, "loss_scale_factor", None)
-    original(*args, **kwargs)
-    compile_method.save_argument(model, "auto_scale_loss", wanted)
-    record = _record(model)
-    # The model's own `compile` may have created it, too.
-    optimizer = getattr(model, "optimizer", None)
-    if wanted and optimizer is not None:
-        if compile_method.has_wrapped(model):
-            # Keras decides by the model's own policy, not by its layers'.
-            optimizer = optimizer.inner_optimizer
-            if optimizer is given:
-                optimizer.loss_scale_factor = fixed
-        level = None if record is None else record.level
-        with stand_ins.block(()):
-            optimizer = compile_optimizer.choose(optimizer, model, level)
-        if optimizer is not model.optimizer:
-            saved = compile_optimizer.saved(optimizer, model)
-            compile_method.adopt_optimizer(model, optimizer, saved)
-    if record is not None:
-        record.wrap_what_swaps()
-    is_ours = isinstance(optimizer, scaling.LossScaleOptimizer)
-    if record is not None or is_ours:
-        guard.attach(model)
-    if (
-        record is not None
-        and not is_ours
-        and isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    ):
-        _messages.warn_once(
-            "Keras's own LossScaleOptimizer stays: a step that it skips leaves "
-            "NaN in metrics and statistics, and is not counted. Compile with "
-            "tfmix.LossScaleOptimizer(optimizer.inner_optimizer) instead."
-        )
-    if not any(
-        layer_dtypes.computes_in(model, dtype) for dtype in _formats.SIXTEEN_BIT
-    ):
-        is_told = record is None and _tell_of_late_policy(model)
-        if is_told or model.built:
-            bare_optimizers.leave_alone(optimizer)
-
-
-def _tell_of_late_policy(model: keras.Model) -> bool:
-    """Warns of a model that was made before the active policy was set."""
-    policy = keras.config.dtype_policy()
-    if not (policies.is_sixteen_bit(policy) and layers.own_layers(model)):
-        return False
-    _messages.warn(
-        "%r is active, but no layer of the model computes in 16 "
-        "bit: the model was made before. Make it after setting the "
-        "policy, or write tfmix.apply_policy(model, %r).",
-        policy.name,
-        policy.name,
-    )
-    return True

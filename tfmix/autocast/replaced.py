@@ -2,7 +2,7 @@
 
 `stand_ins` replaces the ops behind `keras.ops` and the operators of tensors
 while a 16-bit policy is active, and the methods below. `global_policy` replaces
-what says which policy a new layer gets, and `record` Keras's `compile`.
+what says which policy a new layer gets, and `compile_method` Keras's `compile`.
 """
 
 from collections.abc import Callable

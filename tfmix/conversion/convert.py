@@ -14,7 +14,8 @@ from tfmix._keras import (
     layer_policies,
     optimizers,
 )
-from tfmix.autocast import compile_optimizer, fallback, global_policy
+from tfmix.autocast import compile as compiling
+from tfmix.autocast import fallback, global_policy
 from tfmix.autocast import record as mixed_model
 from tfmix.conversion import (
     copying,
@@ -316,7 +317,7 @@ def converted_copy(
             known = optimizers.remembered(owner)
             exact = [(v, owner.read_float32(v)) for v in known]
         if optimizer is None:
-            optimizer = compile_optimizer.without_automatic(current)
+            optimizer = compiling.without_automatic(current)
             optimizer = type(optimizer).from_config(optimizer.get_config())
     report, optimizer = _convert(twin, policy, optimizer, may_cast=True)
     if casts:
@@ -438,10 +439,10 @@ def _wrap_optimizer(
     level = policies.with_rules(policy).level
     current = _optimizer_of(model)
     if optimizer is None and current is not None:
-        optimizer = compile_optimizer.without_automatic(current)
+        optimizer = compiling.without_automatic(current)
     if optimizer is None:
         return None
-    wrapped = compile_optimizer.choose(optimizer, model, level)
+    wrapped = compiling.choose(optimizer, model, level)
     if (
         isinstance(wrapped, scaling.LossScaleOptimizer)
         and isinstance(current, scaling.LossScaleOptimizer)
@@ -481,7 +482,7 @@ def _save_settings(
 
 def _adopt(model: keras.Model, optimizer: Any) -> None:
     if optimizer is not None:
-        saved = compile_optimizer.saved(optimizer, model)
+        saved = compiling.saved(optimizer, model)
         compile_method.adopt_optimizer(model, optimizer, saved)
     for part in optimizers.chain(optimizer):
         if isinstance(part, scaling.LossScaleOptimizer):

@@ -16,7 +16,8 @@ from tfmix._keras import (
     layers,
     optimizers,
 )
-from tfmix.autocast import compile_optimizer, global_policy
+from tfmix.autocast import compile as compiling
+from tfmix.autocast import global_policy
 from tfmix.autocast import record as mixed_model
 from tfmix.conversion import convert, copying
 from tfmix.hardware import (
@@ -199,7 +200,7 @@ def _compile_copy(
             )
     elif optimizer is not None:
         level = accepted and policies.with_rules(accepted).level
-        wrapped = compile_optimizer.choose(optimizer, twin, level)
+        wrapped = compiling.choose(optimizer, twin, level)
         compile_method.adopt_optimizer(twin, wrapped, wrapped)
     return twin
 

@@ -30,11 +30,9 @@ _REFUSED = {
 }
 
 
-def check_strategy(strategy: Any = None) -> None:
-    """Refuses a strategy, else the current one, that cannot skip a step."""
-    if keras.backend.backend() != "tensorflow":
-        return
-    name = type(strategy or tf.distribute.get_strategy()).__name__
+def check_strategy(strategy: Any) -> None:
+    """Refuses a strategy whose replicas cannot skip a step together."""
+    name = type(strategy).__name__
     reason = _REFUSED.get(re.sub(r"V\d$", "", name))
     if reason is not None:
         raise ValueError(
@@ -222,7 +220,7 @@ def _in_replica_of_many() -> bool:
     backend = keras.backend.backend()
     if backend != "tensorflow" or not tf.distribute.has_strategy():
         return False
-    check_strategy()
+    check_strategy(tf.distribute.get_strategy())
     check_replica_context()
     return True
 

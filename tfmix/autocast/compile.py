@@ -1,0 +1,278 @@
+"""Compiles a model with the optimizer that the dtypes of its layers need.
+
+`compiling` replaces Keras's `compile` for every model. It gives models with
+16-bit layers their record, however they were made, their optimizer and their
+guard.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from tfmix import _arguments, _formats, _messages
+from tfmix._keras import (
+    compile_method,
+    layer_methods,
+    layers,
+    optimizers,
+    training,
+)
+from tfmix.autocast import bare_optimizers, exact_inputs, fallback, record
+from tfmix.loss_scaling import optimizer as scaling
+from tfmix.loss_scaling import rules
+from tfmix.ops import active_rules, stand_ins
+from tfmix.optimizers import master_weights, sixteen_bit_optimizer
+from tfmix.policy import layer_dtypes
+from tfmix.policy import policy as policies
+from tfmix.step import guard
+
+
+def compiling(original: Callable[..., None]) -> Callable[..., None]:
+    """Returns the replacement of Keras's `compile` for all models."""
+
+    @functools.wraps(original)
+    def compile(self: keras.Model, *args: Any, **kwargs: Any) -> None:
+        method = functools.partial(original, self)
+        guarded = kwargs.pop("guarded", None)
+        if guarded is None or not guarded.alone:
+            _adopt(self)
+        is_ours = guarded or _has_record(self)
+        if is_ours or active_rules.SIXTEEN_BIT in active_rules.of_caller():
+            _compile(self, method, args, kwargs)
+        else:
+            method(*args, **kwargs)
+
+    return compile
+
+
+def _has_record(model: keras.Model) -> bool:
+    return layer_methods.part(model, layer_methods.RULES) is not None
+
+
+def _adopt(model: keras.Model) -> None:
+    """Gives a model with 16-bit layers what a policy gives to a new one."""
+    policy = _policy_of(model)
+    if policy is None:
+        return
+    for layer in layers.flat_layers(model):
+        is_model = isinstance(layer, keras.Model)
+        has_fallback = layer_methods.part(layer, layer_methods.FALLBACK)
+        if has_fallback or (is_model and _has_record(layer)):
+            continue
+        exact_inputs.keep_exact(layer)
+        if not layers.is_structure(layer):
+            fallback.attach(layer)
+        if is_model and _policy_of(layer):
+            record.set_policy(layer, policy)
+
+
+def _policy_of(model: keras.Model) -> keras.DTypePolicy | None:
+    """Returns the policy of a model's record, or that of its layers."""
+    for layer in layers.flat_layers(model):
+        part = layer_methods.part(layer, layer_methods.RULES)
+        if part is not None:
+            policy: keras.DTypePolicy = part.policy
+            return policy
+    for dtype in _formats.SIXTEEN_BIT:
+        if layer_dtypes.computes_in(model, dtype):
+            pure = layer_dtypes.has_sixteen_bit_variables(model)
+            return policies.Policy(dtype if pure else f"mixed_{dtype}")
+    return None
+
+
+def _compile(
+    model: keras.Model,
+    original: Callable[..., None],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Compiles a model by Keras's method, then changes its optimizer."""
+    of_call = functools.partial(
+        _arguments.of_call, training.ORDERS["compile"], args, kwargs
+    )
+    wanted, given = of_call("auto_scale_loss", True), of_call("optimizer")
+    refuse_two_scales(given)
+    fixed = getattr(given, "loss_scale_factor", None)
+    # Keras creates an optimizer here, and computes nothing in 16 bit.
+    with stand_ins.block(()):
+        original(*args, **kwargs)
+    compile_method.save_argument(model, "auto_scale_loss", wanted)
+    part = layer_methods.part(model, layer_methods.RULES)
+    optimizer = getattr(model, "optimizer", None)
+    if wanted and optimizer is not None:
+        if compile_method.has_wrapped(model):
+            # Keras decides by the model's own policy, not by its layers'.
+            optimizer = optimizer.inner_optimizer
+            if optimizer is given:
+                optimizer.loss_scale_factor = fixed
+        level = None if part is None else part.level
+        with stand_ins.block(()):
+            optimizer = choose(optimizer, model, level)
+        if optimizer is not model.optimizer:
+            named = saved(optimizer, model)
+            compile_method.adopt_optimizer(model, optimizer, named)
+    is_ours = isinstance(optimizer, scaling.LossScaleOptimizer)
+    if part is not None or is_ours:
+        guard.attach(model)
+    if (
+        part is not None
+        and not is_ours
+        and isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    ):
+        _messages.warn_once(
+            "Keras's own LossScaleOptimizer stays: a step that it skips leaves "
+            "NaN in metrics and statistics, and is not counted. Compile with "
+            "tfmix.LossScaleOptimizer(optimizer.inner_optimizer) instead."
+        )
+    if not any(
+        layer_dtypes.computes_in(model, dtype) for dtype in _formats.SIXTEEN_BIT
+    ):
+        is_told = part is None and _tell_of_late_policy(model)
+        if is_told or model.built:
+            bare_optimizers.leave_alone(optimizer)
+
+
+def _tell_of_late_policy(model: keras.Model) -> bool:
+    """Warns of a model that was made before the active policy was set."""
+    policy = keras.config.dtype_policy()
+    if not (policies.is_sixteen_bit(policy) and layers.own_layers(model)):
+        return False
+    _messages.warn(
+        "%r is active, but no layer of the model computes in 16 "
+        "bit: the model was made before. Make it after setting the "
+        "policy, or write tfmix.apply_policy(model, %r).",
+        policy.name,
+        policy.name,
+    )
+    return True
+
+
+def choose(
+    optimizer: keras.optimizers.Optimizer,
+    model: keras.Layer,
+    level: str | None = None,
+) -> keras.optimizers.Optimizer:
+    """Wraps an optimizer as a model's dtypes require.
+
+    float16 layers get loss scaling, bfloat16 layers a check that skips steps
+    that are not finite, and 16-bit variables float32 master weights. Existing
+    wrappers stay. If tfmix's loss-scale optimizer lacks master weights, they
+    are added inside it.
+    """
+    pure = layer_dtypes.has_sixteen_bit_variables(model)
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        if pure:
+            _add_masters(optimizer)
+        return optimizer
+    float16 = layer_dtypes.computes_in(model, "float16")
+    if not float16 and not layer_dtypes.computes_in(model, "bfloat16"):
+        return optimizer
+    fixed = optimizer.loss_scale_factor
+    if fixed is not None:
+        # Otherwise gradients would be divided twice. The user's own object is
+        # changed, because a copy would ignore later changes of the learning
+        # rate.
+        optimizer.loss_scale_factor = None
+        _messages.info(
+            "the fixed loss_scale_factor=%r of %r is now "
+            "LossScaleOptimizer(..., loss_scale=%r), which also skips steps "
+            "that are not finite.",
+            fixed,
+            optimizer.name,
+            fixed,
+        )
+    if pure and not isinstance(
+        optimizer, sixteen_bit_optimizer.SixteenBitOptimizer
+    ):
+        optimizer = _automatic(master_weights.MasterWeightOptimizer(optimizer))
+    rule: Any = "dynamic"
+    if fixed is not None:
+        rule = rules.FixedLossScale(float(fixed))
+    elif not float16 or level == "O3":
+        # `NoLossScale` still skips steps that are not finite.
+        rule = rules.NoLossScale()
+    return _automatic(scaling.LossScaleOptimizer(optimizer, loss_scale=rule))
+
+
+def saved(
+    optimizer: keras.optimizers.Optimizer, model: keras.Layer
+) -> keras.optimizers.Optimizer:
+    """Returns the optimizer that a model's files name.
+
+    It is the user's own, which `choose` wraps again when the file is loaded,
+    and which a process without tfmix knows.
+    """
+    float16 = layer_dtypes.computes_in(model, "float16")
+    chosen = rules.DynamicLossScale if float16 else rules.NoLossScale
+    inner = optimizer
+    while getattr(inner, "is_automatic", False):
+        if not isinstance(getattr(inner, "rule", None), chosen | None):
+            # A factor of the user's or a level decided.
+            return optimizer
+        inner = inner.inner_optimizer
+    return inner
+
+
+def refuse_two_scales(given: Any) -> None:
+    """Raises an error if a loss scale is inside another."""
+    if not isinstance(given, keras.optimizers.Optimizer):
+        return
+    scalers = [
+        optimizer
+        for optimizer in optimizers.chain(given)
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    ]
+    if len(scalers) > 1:
+        raise ValueError(
+            "`optimizer` holds two loss scales, one inside the other: the "
+            "gradients are divided by both, but the loss is multiplied only by "
+            f"the outer one. Received: optimizer={given!r} around "
+            f"{scalers[1]!r}. Remove the outer one: "
+            "`compile(optimizer.inner_optimizer, ...)`."
+        )
+
+
+def without_automatic(
+    optimizer: keras.optimizers.Optimizer,
+) -> keras.optimizers.Optimizer:
+    """Removes what `choose` put around an optimizer, or inside a user's."""
+    fixed = None
+    while getattr(optimizer, "is_automatic", False):
+        rule = getattr(optimizer, "rule", None)
+        if isinstance(rule, rules.FixedLossScale):
+            # The scale comes from the factor that the user gave the optimizer.
+            fixed = rule.scale
+        optimizer = optimizer.inner_optimizer
+    if fixed is not None:
+        optimizer.loss_scale_factor = fixed
+    inner = vars(optimizer).get("inner_optimizer")
+    if getattr(inner, "is_automatic", False):
+        optimizer.inner_optimizer = inner.inner_optimizer
+    return optimizer
+
+
+def _automatic(optimizer: Any) -> keras.optimizers.Optimizer:
+    optimizer.is_automatic = True
+    return optimizer
+
+
+def _add_masters(optimizer: keras.optimizers.LossScaleOptimizer) -> None:
+    inner = optimizer.inner_optimizer
+    if isinstance(inner, sixteen_bit_optimizer.SixteenBitOptimizer):
+        return
+    ours = isinstance(optimizer, scaling.LossScaleOptimizer)
+    if not ours or optimizer.built:
+        name = type(inner).__name__
+        state = "is built already" if ours else "is Keras's own"
+        raise ValueError(
+            "A model with 16-bit variables loses every update smaller than "
+            "half a step of the format, unless its optimizer keeps float32 "
+            f"masters. Received: optimizer={optimizer!r}, which has none and "
+            f"{state}. Compile with tfmix.LossScaleOptimizer("
+            f"tfmix.optimizers.MasterWeightOptimizer({name}(...)))."
+        )
+    optimizer.inner_optimizer = _automatic(
+        master_weights.MasterWeightOptimizer(inner)
+    )
