@@ -23,7 +23,7 @@ from tfmix._keras import (
     gradients,
     op_places,
     operators,
-    replacements,
+    replacing,
     training,
 )
 from tfmix.autocast import global_policy
@@ -33,7 +33,7 @@ from tfmix.optimizers import sixteen_bit_optimizer
 def registered():
     """Returns `owner.attribute` for all registered replacements."""
     return sorted(
-        replaced_names.label(*place) for place in replacements.replaced()
+        replaced_names.label(*place) for place in replacing.replaced()
     )
 
 
@@ -127,7 +127,7 @@ def test_float32_from_the_start_touches_nothing():
     global_policy.set_global_policy("float32")
     with global_policy.policy_scope("float32"):
         assert not global_policy.hooks_keras()
-    assert not replacements.replaced()
+    assert not replacing.replaced()
     assert (keras.Layer.__init__, keras.Model.compile) == (hooked, compiled)
 
 
@@ -173,7 +173,7 @@ def test_a_keras_without_a_replaced_name_is_left_alone_with_an_error(
     original = getattr(owner, name)
     with monkeypatch.context() as patch:
         patch.delattr(training.TRAINER, "compile")
-        patch.setattr(global_policy, "_hooks", replacements.Replacements())
+        patch.setattr(global_policy, "_hooks", replacing.Replacements())
         with pytest.raises(RuntimeError, match="no 'compile'"):
             global_policy._hook()
     assert getattr(owner, name) is original
@@ -186,19 +186,19 @@ def test_a_scope_that_ends_in_an_error_leaves_only_the_watch(monkeypatch):
 
     with pytest.raises(KeyError), global_policy.policy_scope("O2"):
         raise KeyError
-    assert replacements.replaced() == [compile_method.PLACE]
+    assert replacing.replaced() == [compile_method.PLACE]
     with monkeypatch.context() as patch:
         patch.setattr(global_policy, "_hook", fail)
         with pytest.raises(ZeroDivisionError):
             global_policy.policy_scope("O2").__enter__()
-    assert replacements.replaced() == [compile_method.PLACE]
+    assert replacing.replaced() == [compile_method.PLACE]
 
 
 def test_float32_ends_the_watch_and_the_next_policy_begins_it():
     original = keras.Model.compile.__wrapped__
     global_policy.set_global_policy("float32")
     assert keras.Model.compile is original
-    assert not replacements.replaced()
+    assert not replacing.replaced()
     with global_policy.policy_scope("mixed_float16"):
         pass
     assert keras.Model.compile.__wrapped__ is original

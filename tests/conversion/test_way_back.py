@@ -6,10 +6,7 @@ import pytest
 
 import tfmix
 from tests import helpers
-from tfmix._keras import (
-    compile_method,
-    layer_policies,
-)
+from tfmix._keras import compile_method, layers
 from tfmix.autocast import compile as compiling
 from tfmix.autocast import record as mixed_model
 from tfmix.conversion import convert, layer_changes
@@ -85,7 +82,7 @@ def assert_float32(model):
 
 
 STAGES = [
-    (layer_policies, "set_policy", 2),
+    (layers, "set_policy", 2),
     (layer_changes, "_set_spec", 2),
     (mixed_model, "set_policy", 1),
     (compiling, "choose", 1),

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import keras
 import numpy as np
 
-from tfmix._keras import context_values, global_state, replacements
+from tfmix._keras import context_values, global_state, replacing
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
@@ -39,7 +39,7 @@ EAGER = "eager"
 _lock = threading.Lock()
 # Counts the blocks that each thread is in; the last one to end restores all.
 _blocks: collections.Counter[int] = collections.Counter()
-_replacements = replacements.Replacements()
+_replacements = replacing.Replacements()
 
 
 def by_xla() -> bool:

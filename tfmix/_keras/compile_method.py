@@ -9,10 +9,10 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import replacements, training
+from tfmix._keras import replacing, training
 
-PLACE: replacements.Place = (training.TRAINER, "compile")
-_replacements = replacements.Replacements()
+PLACE: replacing.Place = (training.TRAINER, "compile")
+_replacements = replacing.Replacements()
 _makers: list[Callable] = []
 
 
@@ -23,7 +23,7 @@ def use(make: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
 
 def watch() -> None:
     """Replaces `compile`, until `stop_watching`."""
-    places = replacements.definers(keras.Model, "compile")
+    places = replacing.definers(keras.Model, "compile")
     _replacements.set({place: make for place in places for make in _makers})
 
 
@@ -32,7 +32,7 @@ def stop_watching() -> None:
     _replacements.set({})
 
 
-def replacing(original: Callable, *args: Any, **kwargs: Any) -> None:
+def while_watched(original: Callable, *args: Any, **kwargs: Any) -> None:
     """Calls a model's `compile` while that of Keras is replaced."""
     # A record outlasts `set_global_policy("float32")`, which restores it.
     was_watching = bool(_replacements.places())

@@ -15,7 +15,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import compilation, replacements
+from tfmix._keras import compilation, replacing
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
@@ -27,7 +27,7 @@ else:
 # call began, and what it returned.
 Listener = Callable[[Any, list[Any], float, Any], None]
 _listeners: list[Listener] = []
-_replacements = replacements.Replacements()
+_replacements = replacing.Replacements()
 # The notes of the outermost functions that run now, by thread. A strategy
 # runs each replica in a thread of its own.
 _running: dict[int, list[Any]] = {}
@@ -40,7 +40,7 @@ def listen(listener: Listener) -> None:
     _listeners[:] = [listener]
     name = "make_train_function"
     owner = next(c for c in keras.Model.__mro__[1:] if name in vars(c))
-    places: dict[replacements.Place, Callable] = {
+    places: dict[replacing.Place, Callable] = {
         (owner, name): _make_train_function
     }
     if keras.backend.backend() == "tensorflow":

@@ -6,9 +6,9 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import replacements
+from tfmix._keras import replacing
 
-PLACES: tuple[replacements.Place, ...] = ()
+PLACES: tuple[replacing.Place, ...] = ()
 if keras.backend.backend() == "jax":
     import jax
     import jax.extend

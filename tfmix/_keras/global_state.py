@@ -23,11 +23,9 @@ from keras.src.backend.common import (
 )
 from keras.src.dtype_policies import dtype_policy
 
-from tfmix._keras import replacements
-
 POLICY_KEY = "dtype_policy"
 # The module by which Keras's two functions read and write the policy.
-POLICY_STORE: replacements.Place = (dtype_policy, "global_state")
+POLICY_STORE = (dtype_policy, "global_state")
 _CALL_CONTEXT = "current_call_ctx"
 _ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 _DATA = (numbers.Number, np.generic, np.ndarray)

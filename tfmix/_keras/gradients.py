@@ -9,14 +9,14 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import global_state, replacements
+from tfmix._keras import global_state, replacing
 
 # TensorFlow calls one of these for a `tf.custom_gradient`.
-CUSTOM: tuple[replacements.Place, ...] = ()
+CUSTOM: tuple[replacing.Place, ...] = ()
 # TensorFlow calls this when a tape begins to record.
-TAPE: tuple[replacements.Place, ...] = ()
+TAPE: tuple[replacing.Place, ...] = ()
 # TensorFlow calls this to find the trace of a `tf.function` for a call.
-TRACE: tuple[replacements.Place, ...] = ()
+TRACE: tuple[replacing.Place, ...] = ()
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
     from tensorflow.python.eager import forwardprop_util, record

@@ -1,6 +1,5 @@
 """Reads what Keras's layers hold, and calls them."""
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -8,23 +7,22 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
-from keras.src import backend
 from keras.src.backend.common import (
     masking,
+    name_scope,
     variables,
 )
 from keras.src.models import functional
-from keras.src.trainers import compile_utils
 
 from tfmix import _formats
-from tfmix._keras import global_state, layer_policies, replacements
+from tfmix._keras import global_state, version
 
 # It casts each variable that a layer reads.
-AUTOCAST: replacements.Place = (variables.Variable, "_maybe_autocast")
+AUTOCAST = (variables.Variable, "_maybe_autocast")
 # Layers write to their variables with this method.
-ASSIGN: replacements.Place = (variables.Variable, "assign")
+ASSIGN = (variables.Variable, "assign")
 # This method runs the time steps of a recurrent layer.
-LOOP: replacements.Place = (keras.layers.RNN, "inner_loop")
+LOOP = (keras.layers.RNN, "inner_loop")
 # The base class of preprocessing layers; its name changed after Keras 3.12.
 DATA_LAYER: type = keras.layers.Rescaling.__bases__[0]
 _BROKEN_BY_CASTS = (
@@ -36,10 +34,11 @@ _BROKEN_BY_CASTS = (
     keras.layers.Lambda,
     keras.layers.TFSMLayer,
 )
+# `Layer.__call__` calls this method first, before it casts inputs. An instance
+# attribute of that name hooks one layer and leaves its class alone.
+FIRST_CALLED = "_check_super_called"
 # tfmix adds only this attribute to a layer.
 _MARKS = "_tfmix_marks"
-# A Functional model runs its operations with this method.
-RUN_GRAPH = "_run_through_graph"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +171,7 @@ def rematerialize_alike(layer: keras.Layer, other: keras.Layer) -> None:
     """Gives a layer the `keras.RematScope` of another layer."""
     mode = getattr(other, "_remat_mode", None)
     if mode is not None:
-        layer_policies.put(layer, "_remat_mode", mode)
+        put(layer, "_remat_mode", mode)
         rematerialize_anew(layer)
 
 
@@ -201,87 +200,7 @@ def rematerialize_anew(layer: keras.Layer) -> None:
 
         return of_arrays
 
-    layer_policies.put(layer, "rematerialized_call", rematerialized_call)
-
-
-def results(model: keras.Layer) -> list:
-    """Returns the symbolic results of a Functional or Sequential model."""
-    graph = getattr(model, "_functional", None) or model
-    return keras.tree.flatten(getattr(graph, "outputs", None) or [])
-
-
-def maker(tensor: keras.KerasTensor) -> tuple[Any, list]:
-    """Returns the operation that made a symbolic tensor, and its inputs."""
-    operation, node, _ = tensor._keras_history
-    nodes = operation._inbound_nodes
-    return operation, nodes[node].input_tensors if nodes else []
-
-
-def packed_results(model: keras.Layer, tensors: list) -> Any:
-    """Packs tensors as a Functional model packs its results."""
-    return keras.tree.pack_sequence_as(model._outputs_struct, tensors)
-
-
-def graph_parts(
-    model: keras.Layer,
-) -> list[tuple[list, list[int], list[int]]]:
-    """Groups the operations of a graph by the results that they reach.
-
-    Returns:
-        For each group its nodes, in the order in which Keras runs them, and the
-        `id`s of the symbols that it takes from other groups, and of those that
-        it passes to them or returns. No group takes from a later one.
-    """
-    symbols = results(model)
-    reached: dict[int, set[int]] = collections.defaultdict(set)
-    for place, symbol in enumerate(symbols):
-        reached[id(symbol)].add(place)
-    groups: dict[frozenset[int], list] = collections.defaultdict(list)
-    for _, nodes in sorted(model._nodes_by_depth.items()):
-        for node in reversed([node for node in nodes if not node.is_input]):
-            own = set().union(*(reached[id(x)] for x in node.outputs))
-            groups[frozenset(own)].insert(0, node)
-            for x in node.input_tensors:
-                reached[id(x)] |= own
-    # Operations that reach fewer results use those that reach more.
-    in_order = sorted(groups.items(), key=lambda item: -len(item[0]))
-    parts: list[tuple[list, list[int], list[int]]] = []
-    needed = {id(x) for x in symbols}
-    for _, nodes in reversed(in_order):
-        made = [id(x) for node in nodes for x in node.outputs]
-        taken = [id(x) for node in nodes for x in node.input_tensors]
-        takes = [key for key in dict.fromkeys(taken) if key not in made]
-        gives = [key for key in dict.fromkeys(made) if key in needed]
-        needed.update(takes)
-        parts.insert(0, (nodes, takes, gives))
-    return parts
-
-
-def run_node(node: Any, values: dict[int, Any], operation_fn: Callable) -> Any:
-    """Runs a node of a graph on values for its symbols, by their `id`s.
-
-    Returns:
-        Pairs of a symbol's `id` and its value.
-    """
-    args, kwargs = node.arguments.fill_in(values)
-    made = operation_fn(node.operation)(*args, **kwargs)
-    return zip(map(id, node.outputs), keras.tree.flatten(made), strict=False)
-
-
-def noted_results(layer: keras.Layer) -> list[tuple[int, Any]]:
-    """Returns a layer's results in the graphs it is in, with positions."""
-    return [
-        (place, tensor)
-        for node in layer._inbound_nodes
-        for place, tensor in enumerate(keras.tree.flatten(node.outputs))
-    ]
-
-
-def note_dtype(
-    undo: contextlib.ExitStack, tensor: keras.KerasTensor, dtype: str
-) -> None:
-    """Corrects the dtype that a graph noted, until a stack unwinds."""
-    replacements.swap(undo, tensor, "_dtype", dtype)
+    put(layer, "rematerialized_call", rematerialized_call)
 
 
 def attention_sizes(layer: keras.Layer) -> tuple[tuple | None, int | None]:
@@ -290,57 +209,10 @@ def attention_sizes(layer: keras.Layer) -> tuple[tuple | None, int | None]:
     return axes, getattr(layer, "_value_dim", None)
 
 
-def symbolic_arguments(model: keras.Model) -> list:
-    """Returns symbolic arguments for a call of a model; empty if unknown."""
-    structure = getattr(model, "_inputs_struct", None)
-    if structure is not None:
-        return [structure]
-    if isinstance(model, keras.Sequential) and model.inputs:
-        return list(model.inputs[:1])
-    shapes = model._build_shapes_dict or {}
-    return [*map(_symbols, shapes.values())]
-
-
-def _symbols(shapes: Any) -> Any:
-    # Keras notes shapes in containers of its own, which JAX does not accept.
-    if isinstance(shapes, dict):
-        return {name: _symbols(shape) for name, shape in shapes.items()}
-    if any(isinstance(part, list | tuple) for part in shapes):
-        return [*map(_symbols, shapes)]
-    return keras.KerasTensor(shapes)
-
-
-def knows_input_dtypes(model: keras.Model) -> bool:
-    """Returns whether `symbolic_arguments` have the right dtypes."""
-    is_sequential = isinstance(model, keras.Sequential) and model.inputs
-    return hasattr(model, "_inputs_struct") or bool(is_sequential)
-
-
-def call_in_training(model: keras.Model, inputs: Any) -> Any:
-    """Calls a model in training mode, if it has modes."""
-    knows_modes = getattr(model, "_call_has_training_arg", False)
-    return model(inputs, training=True) if knows_modes else model(inputs)
-
-
 def owns_random_numbers(layer: Any) -> bool:
     """Returns whether a layer, or a Keras layer in it, draws random numbers."""
     parts = flat_layers(layer) if is_builtin(layer) else [layer]
     return any(getattr(part, "_seed_generators", None) for part in parts)
-
-
-@contextlib.contextmanager
-def policies(plan: Mapping[Any, keras.DTypePolicy]) -> Iterator[None]:
-    """Gives layers other dtype policies in a block."""
-    # Keras's setter would write into the user's own `DTypePolicyMap`.
-    with contextlib.ExitStack() as undo:
-        for layer, policy in plan.items():
-            before = vars(layer)["_dtype_policy"]
-            # A policy that is not replaced may change inside the block; that
-            # stays.
-            if policy is not before:
-                replacements.swap(undo, layer, "_dtype_policy", policy)
-                undo.callback(layer_policies.widen_inputs(layer))
-        yield
 
 
 def autocast(dtype: str | None) -> Any:
@@ -389,26 +261,6 @@ def trial() -> Iterator[Any]:
         yield scope
     finally:
         restore()
-
-
-@contextlib.contextmanager
-def calls_replaced(operations: list, make: Callable) -> Iterator[None]:
-    """Replaces `operation.call` by `make(index, call)` in a block.
-
-    In a quantized layer it replaces the method that Keras calls instead.
-    """
-    with contextlib.ExitStack() as undo:
-        for index, operation in enumerate(operations):
-            quantized = getattr(operation, "quantization_mode", None)
-            name = "call" if quantized is None else "quantized_call"
-            made = make(index, getattr(operation, name))
-            replacements.swap(undo, operation, name, made)
-        yield
-
-
-def run_on_shapes(function: Callable, inputs: list) -> Any:
-    """Runs a function on `keras.KerasTensor`s, computing nothing."""
-    return backend.compute_output_spec(function, *inputs)
 
 
 def put_mask(tensor: Any, mask: Any) -> None:
@@ -460,35 +312,91 @@ def put_loss(layer: keras.Layer, before: Any, loss: Any) -> None:
         keras.Layer.add_loss(layer, loss)
 
 
-def compile_loss(loss: Any, weights: Any = None, names: Any = None) -> Any:
-    """Returns the function that `compile(loss=loss)` would train with."""
-    return compile_utils.CompileLoss(
-        loss=loss, loss_weights=weights, output_names=names
+def that_compute(model: keras.Layer) -> list[keras.Layer]:
+    """Lists the layers of a model that compute something, at any depth.
+
+    Functional and Sequential models only connect layers, whatever their own
+    dtype policy is; a subclassed model may compute in its `call`.
+    """
+    return [x for x in called(model) if not is_structure(x)]
+
+
+def computes_in(model: keras.Layer, dtype: str) -> bool:
+    """Returns whether a layer of a model computes in a dtype."""
+    return any(layer.compute_dtype == dtype for layer in that_compute(model))
+
+
+def has_sixteen_bit_variables(model: keras.Layer) -> bool:
+    """Returns whether a model has, or will have, 16-bit variables."""
+    return any(
+        layer.variable_dtype in _formats.SIXTEEN_BIT
+        for layer in that_compute(model)
     )
 
 
-def compiled_loss(model: Any) -> Any:
-    """Returns a fresh copy of a model's compiled loss, None without one."""
-    compiled = getattr(model, "_compile_loss", None)
-    if compiled is None:
-        return None
-    return compile_loss(
-        compiled._user_loss, compiled._user_loss_weights, compiled.output_names
-    )
+def put(layer: Any, name: str, value: Any) -> None:
+    """Sets an attribute without Keras tracking it as state."""
+    object.__setattr__(layer, name, value)
 
 
-def losses(model: Any, outputs: Any) -> dict[tuple, Any]:
-    """Returns the losses of a model's outputs, by the paths of these."""
-    compiled = getattr(model, "_compile_loss", None)
-    if compiled is None:
-        return {}
-    if not compiled.built:
-        # The model's own loss is built with its targets, so a copy is used.
-        compiled = compiled_loss(model)
-        compiled.build(outputs, outputs)
-    return {tuple(entry.path): entry.loss for entry in compiled._flat_losses}
+def set_policy(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
+    """Sets a layer's policy; Keras's setter would write into a user's map."""
+    put(layer, "_dtype_policy", policy)
 
 
-def compute_loss(model: keras.Model, **arguments: Any) -> Any:
-    """Computes a model's loss as its training step does."""
-    return model._compute_loss(**arguments)
+def own_policy(layer: keras.Layer) -> keras.DTypePolicy:
+    """Returns a layer's own policy; Keras's getter may copy a map."""
+    policy: keras.DTypePolicy = vars(layer)["_dtype_policy"]
+    return policy
+
+
+def change_policy(layer: keras.Layer, **methods: Callable) -> None:
+    """Gives a layer a plain policy of its own with other methods."""
+    policy = layer.dtype_policy
+    if type(policy) is keras.DTypePolicy:
+        own = keras.DTypePolicy(policy.name)
+        # Other methods that were replaced before stay.
+        vars(own).update(vars(policy), **methods)
+        set_policy(layer, own)
+
+
+def path_of(layer: keras.Layer) -> str:
+    """Returns a layer's path, even before its first call sets it."""
+    if layer.path:
+        return str(layer.path)
+    parent = layer._parent_path
+    if parent is None:
+        parent = name_scope.current_path()
+    return f"{parent}/{layer.name}" if parent else str(layer.name)
+
+
+def running_path() -> str:
+    """Returns the path of the layer whose call is running."""
+    return str(name_scope.current_path())
+
+
+def set_path(layer: keras.Layer, path: str) -> None:
+    """Sets the path of a layer."""
+    put(layer, "_path", path)
+
+
+def until_built(layer: keras.Layer, action: Callable) -> None:
+    """Runs an action before each use of a layer until it is built."""
+    if not hasattr(layer, FIRST_CALLED):
+        raise version.misfit(f"layers have no {FIRST_CALLED!r}")
+    original = getattr(type(layer), FIRST_CALLED)
+    busy: list[bool] = []
+
+    def check() -> None:
+        original(layer)
+        if busy:
+            return
+        busy.append(True)
+        try:
+            action(layer)
+        finally:
+            busy.pop()
+        if layer.built and layer._called:
+            vars(layer).pop(FIRST_CALLED, None)
+
+    put(layer, FIRST_CALLED, check)

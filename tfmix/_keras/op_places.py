@@ -15,7 +15,7 @@ import keras
 from keras.src import backend, ops
 from keras.src.activations import activations
 
-from tfmix._keras import replacements, version
+from tfmix._keras import replacing, version
 
 # Keras 3.16 moved them one level deeper.
 BACKEND_OPS = getattr(backend, "ops", backend)
@@ -32,7 +32,7 @@ _OF_CORE = (
     *("slice", "slice_update", "scatter", "scatter_update", "unstack"),
     MAP,
 )
-_CORE: replacements.Place = (
+_CORE: replacing.Place = (
     BACKEND_OPS if hasattr(BACKEND_OPS, "core") else backend,
     "core",
 )
@@ -40,7 +40,7 @@ ATTENTION = "dot_product_attention"
 # With dropout, returned scores or more than one attention axis, the attention
 # layers call this method instead of `ops.dot_product_attention`.
 _ATTENTION_METHOD = "_compute_attention"
-ATTENTION_METHODS: tuple[replacements.Place, ...] = tuple(
+ATTENTION_METHODS: tuple[replacing.Place, ...] = tuple(
     (layer, _ATTENTION_METHOD)
     for layer in (
         keras.layers.MultiHeadAttention,
@@ -63,7 +63,7 @@ def op_names() -> list[str]:
 
 
 @functools.cache
-def targets(name: str) -> tuple[replacements.Place, ...]:
+def targets(name: str) -> tuple[replacing.Place, ...]:
     """Finds what to replace for an op: its module, or a function.
 
     Keras's backends import functions from each other, and call those of their
@@ -86,7 +86,7 @@ def copy_module(module: types.ModuleType, make: Callable) -> types.ModuleType:
     names = (*CONVERSIONS, *_OF_CORE) if is_core else tuple(vars(module))
     own = [n for n in names if not n.startswith("_") and _defines(module, n)]
     functions = {name: make(vars(module)[name], name=name) for name in own}
-    return replacements.copy_module(module, functions)
+    return replacing.copy_module(module, functions)
 
 
 def is_composed(function: Callable) -> bool:
@@ -112,7 +112,7 @@ def float32_softmax(layer: keras.Layer) -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         if (softmax := getattr(layer, "_softmax", None)) is not None:
             float32 = keras.DTypePolicy("float32")
-            replacements.swap(undo, softmax, "_dtype_policy", float32)
+            replacing.swap(undo, softmax, "_dtype_policy", float32)
         yield
 
 
@@ -174,7 +174,7 @@ def _modules(package: types.ModuleType) -> list[tuple[str, types.ModuleType]]:
     return modules
 
 
-def _activation_class(name: str) -> tuple[replacements.Place, ...]:
+def _activation_class(name: str) -> tuple[replacing.Place, ...]:
     """Finds activations that do their own arithmetic, such as mish."""
     for label, value in vars(activations).items():
         same = label.lower() == name.replace("_", "")

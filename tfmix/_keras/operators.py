@@ -2,7 +2,7 @@
 
 import keras
 
-from tfmix._keras import replacements
+from tfmix._keras import replacing
 
 # The op that an operator computes, and whether its factors are in reverse.
 OPERATORS = {
@@ -31,7 +31,7 @@ if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 
     _TENSORS: tuple[type, ...] = (tf.Tensor,)
-    _FUNCTIONS: dict[replacements.Place, str] = {
+    _FUNCTIONS: dict[replacing.Place, str] = {
         (tf, "where"): "where",
         (tf, "constant"): "convert_to_tensor",
         (tf, "cast"): "cast",
@@ -44,7 +44,7 @@ else:
     _FUNCTIONS = {(jax.numpy, "where"): "where"}
 
 # Each place, with the op that it computes and the order of its factors.
-PLACES: dict[replacements.Place, tuple[str, bool]] = {
+PLACES: dict[replacing.Place, tuple[str, bool]] = {
     **{
         (tensor, name): op
         for tensor in _TENSORS

@@ -7,11 +7,11 @@ from typing import Any, TypeAlias
 
 import keras
 
-from tfmix._keras import replacements
+from tfmix._keras import replacing
 
 Optimizer: TypeAlias = keras.optimizers.Optimizer
 # Every optimizer except a wrapper applies its gradients here.
-*_, APPLY = replacements.definers(keras.optimizers.Optimizer, "apply")
+*_, APPLY = replacing.definers(keras.optimizers.Optimizer, "apply")
 
 
 def chain(optimizer: Optimizer | None) -> Iterator[Optimizer]:
@@ -131,7 +131,7 @@ def without_reduction(
             if strategy is not None:
                 replaced["_distribution_strategy"] = strategy
             for name, value in replaced.items():
-                replacements.swap(undo, part, name, value)
+                replacing.swap(undo, part, name, value)
         yield
 
 
@@ -257,5 +257,5 @@ def swap_averages_by(
         return act
 
     swapping, overwriting = acting(swap), acting(overwrite)
-    replacements.swap(undo, callback, "_swap_variables", swapping)
-    replacements.swap(undo, callback, "_finalize_ema_values", overwriting)
+    replacing.swap(undo, callback, "_swap_variables", swapping)
+    replacing.swap(undo, callback, "_finalize_ema_values", overwriting)

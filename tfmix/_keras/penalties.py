@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import replacements, training
+from tfmix._keras import replacing, training
 
 
 def _own_classes(base: type[Any], method: str) -> Iterator[type]:
@@ -19,7 +19,7 @@ def _own_classes(base: type[Any], method: str) -> Iterator[type]:
 
 
 # These methods compute penalties: regularizers and added losses.
-PLACES: tuple[replacements.Place, ...] = (
+PLACES: tuple[replacing.Place, ...] = (
     *(
         (regularizer, "__call__")
         for regularizer in _own_classes(

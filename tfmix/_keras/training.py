@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+from keras.src.trainers import compile_utils
 from keras.src.trainers import trainer as trainers
 
 from tfmix import _arguments
-from tfmix._keras import layers, replacements, version
+from tfmix._keras import layers, replacing, version
 
 # This class gives models `compile` and `fit`.
 TRAINER: Any = getattr(trainers, "BaseTrainer", None) or trainers.Trainer
@@ -100,7 +101,7 @@ def join_fit(
         "on_train_end",
     ):
         both = getattr(callback, name), getattr(history, name)
-        replacements.swap(undo, history, name, _in_turn(*both))
+        replacing.swap(undo, history, name, _in_turn(*both))
 
 
 def _in_turn(*functions: Callable) -> Callable:
@@ -140,3 +141,43 @@ def build_for_training(model: keras.Model, data: Any) -> None:
     """
     # `fit` does this with its first batch.
     model._symbolic_build(data_batch=data)
+
+
+def compile_loss(loss: Any, weights: Any = None, names: Any = None) -> Any:
+    """Returns the function that `compile(loss=loss)` would train with."""
+    return compile_utils.CompileLoss(
+        loss=loss, loss_weights=weights, output_names=names
+    )
+
+
+def compiled_loss(model: Any) -> Any:
+    """Returns a fresh copy of a model's compiled loss, None without one."""
+    compiled = getattr(model, "_compile_loss", None)
+    if compiled is None:
+        return None
+    return compile_loss(
+        compiled._user_loss, compiled._user_loss_weights, compiled.output_names
+    )
+
+
+def losses(model: Any, outputs: Any) -> dict[tuple, Any]:
+    """Returns the losses of a model's outputs, by the paths of these."""
+    compiled = getattr(model, "_compile_loss", None)
+    if compiled is None:
+        return {}
+    if not compiled.built:
+        # The model's own loss is built with its targets, so a copy is used.
+        compiled = compiled_loss(model)
+        compiled.build(outputs, outputs)
+    return {tuple(entry.path): entry.loss for entry in compiled._flat_losses}
+
+
+def compute_loss(model: keras.Model, **arguments: Any) -> Any:
+    """Computes a model's loss as its training step does."""
+    return model._compute_loss(**arguments)
+
+
+def call_in_training(model: keras.Model, inputs: Any) -> Any:
+    """Calls a model in training mode, if it has modes."""
+    knows_modes = getattr(model, "_call_has_training_arg", False)
+    return model(inputs, training=True) if knows_modes else model(inputs)

@@ -17,7 +17,7 @@ from tfmix._keras import (
     compilation,
     global_state,
     optimizers,
-    replacements,
+    replacing,
     version,
 )
 
@@ -88,8 +88,8 @@ def store_apart(
     """Gives a variable separate storage of a dtype until a stack unwinds."""
     other = keras.Variable("zeros", variable.shape, dtype, trainable=False)
     other.assign(variable.value)
-    replacements.swap(undo, variable, "_value", other._value)
-    replacements.swap(undo, variable, "_dtype", dtype)
+    replacing.swap(undo, variable, "_value", other._value)
+    replacing.swap(undo, variable, "_dtype", dtype)
 
 
 @contextlib.contextmanager
@@ -99,7 +99,7 @@ def local_copies(these: Iterable[keras.Variable]) -> Iterator[None]:
         for variable in these:
             copy = local(variable._value)
             if copy is not variable._value:
-                replacements.swap(undo, variable, "_value", copy)
+                replacing.swap(undo, variable, "_value", copy)
         yield
 
 

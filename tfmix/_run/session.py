@@ -19,7 +19,7 @@ import keras
 import rich.console
 
 from tfmix import _messages
-from tfmix._keras import global_state, layers, memory, replacements
+from tfmix._keras import global_state, layers, memory, replacing
 from tfmix._run import report, steps
 from tfmix.autocast import fallback, global_policy, record
 from tfmix.diagnostics import skip_report
@@ -82,7 +82,7 @@ class _Session:
         self._by_script: dict[str, keras.DTypePolicy] = {}
         # The last of them that this run's policy replaced, or "".
         self._ignored = ""
-        self._replacements = replacements.Replacements()
+        self._replacements = replacing.Replacements()
         # All layers, in the order in which they were created.
         self._layers: weakref.WeakKeyDictionary[Any, None] = (
             weakref.WeakKeyDictionary()
@@ -137,7 +137,7 @@ class _Session:
                 original.set_global_attribute(name, value)
 
         functions = {"set_global_attribute": save}
-        return replacements.copy_module(original, functions)
+        return replacing.copy_module(original, functions)
 
     def _initializer(self, original: Callable) -> Callable:
         """Notes each layer."""

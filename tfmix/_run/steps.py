@@ -24,7 +24,7 @@ from tfmix._keras import (
     compilation,
     compiled_calls,
     optimizers,
-    replacements,
+    replacing,
 )
 from tfmix._run import verdict
 from tfmix.autocast import bare_optimizers
@@ -251,7 +251,7 @@ class Steps:
         self._eager: list[Counter] = []
         self._eager_steps = 0
         self._inside = threading.local()
-        self._replacements = replacements.Replacements()
+        self._replacements = replacing.Replacements()
 
     def watch(self) -> None:
         """Watches every step from now on."""

@@ -18,7 +18,7 @@ from tfmix._keras import (
     compilation,
     context_values,
     optimizers,
-    replacements,
+    replacing,
     saved_models,
     training,
 )
@@ -159,11 +159,11 @@ _skips: weakref.WeakKeyDictionary[Any, Skips] = weakref.WeakKeyDictionary()
 _left_alone: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def places() -> list[replacements.Place]:
+def places() -> list[replacing.Place]:
     """Returns where optimizers that nothing has wrapped apply gradients."""
     own = sixteen_bit_optimizer.SixteenBitOptimizer
     return [
-        *replacements.definers(keras.optimizers.Optimizer, "apply"),
+        *replacing.definers(keras.optimizers.Optimizer, "apply"),
         (own, "apply"),
     ]
 

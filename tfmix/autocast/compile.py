@@ -14,9 +14,9 @@ import keras
 from tfmix import _arguments, _formats, _messages
 from tfmix._keras import (
     compile_method,
-    layer_methods,
     layers,
     optimizers,
+    replacing,
     training,
 )
 from tfmix.autocast import bare_optimizers, exact_inputs, fallback, record
@@ -24,7 +24,6 @@ from tfmix.loss_scaling import optimizer as scaling
 from tfmix.loss_scaling import rules
 from tfmix.ops import active_rules, stand_ins
 from tfmix.optimizers import master_weights, sixteen_bit_optimizer
-from tfmix.policy import layer_dtypes
 from tfmix.policy import policy as policies
 from tfmix.step import guard
 
@@ -48,7 +47,7 @@ def compiling(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _has_record(model: keras.Model) -> bool:
-    return layer_methods.part(model, layer_methods.RULES) is not None
+    return replacing.part(model, replacing.RULES) is not None
 
 
 def _adopt(model: keras.Model) -> None:
@@ -58,7 +57,7 @@ def _adopt(model: keras.Model) -> None:
         return
     for layer in layers.flat_layers(model):
         is_model = isinstance(layer, keras.Model)
-        has_fallback = layer_methods.part(layer, layer_methods.FALLBACK)
+        has_fallback = replacing.part(layer, replacing.FALLBACK)
         if has_fallback or (is_model and _has_record(layer)):
             continue
         exact_inputs.keep_exact(layer)
@@ -71,13 +70,13 @@ def _adopt(model: keras.Model) -> None:
 def _policy_of(model: keras.Model) -> keras.DTypePolicy | None:
     """Returns the policy of a model's record, or that of its layers."""
     for layer in layers.flat_layers(model):
-        part = layer_methods.part(layer, layer_methods.RULES)
+        part = replacing.part(layer, replacing.RULES)
         if part is not None:
             policy: keras.DTypePolicy = part.policy
             return policy
     for dtype in _formats.SIXTEEN_BIT:
-        if layer_dtypes.computes_in(model, dtype):
-            pure = layer_dtypes.has_sixteen_bit_variables(model)
+        if layers.computes_in(model, dtype):
+            pure = layers.has_sixteen_bit_variables(model)
             return policies.Policy(dtype if pure else f"mixed_{dtype}")
     return None
 
@@ -99,7 +98,7 @@ def _compile(
     with stand_ins.block(()):
         original(*args, **kwargs)
     compile_method.save_argument(model, "auto_scale_loss", wanted)
-    part = layer_methods.part(model, layer_methods.RULES)
+    part = replacing.part(model, replacing.RULES)
     optimizer = getattr(model, "optimizer", None)
     if wanted and optimizer is not None:
         if compile_method.has_wrapped(model):
@@ -127,7 +126,7 @@ def _compile(
             "tfmix.LossScaleOptimizer(optimizer.inner_optimizer) instead."
         )
     if not any(
-        layer_dtypes.computes_in(model, dtype) for dtype in _formats.SIXTEEN_BIT
+        layers.computes_in(model, dtype) for dtype in _formats.SIXTEEN_BIT
     ):
         is_told = part is None and _tell_of_late_policy(model)
         if is_told or model.built:
@@ -161,13 +160,13 @@ def choose(
     wrappers stay. If tfmix's loss-scale optimizer lacks master weights, they
     are added inside it.
     """
-    pure = layer_dtypes.has_sixteen_bit_variables(model)
+    pure = layers.has_sixteen_bit_variables(model)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         if pure:
             _add_masters(optimizer)
         return optimizer
-    float16 = layer_dtypes.computes_in(model, "float16")
-    if not float16 and not layer_dtypes.computes_in(model, "bfloat16"):
+    float16 = layers.computes_in(model, "float16")
+    if not float16 and not layers.computes_in(model, "bfloat16"):
         return optimizer
     fixed = optimizer.loss_scale_factor
     if fixed is not None:
@@ -204,7 +203,7 @@ def saved(
     It is the user's own, which `choose` wraps again when the file is loaded,
     and which a process without tfmix knows.
     """
-    float16 = layer_dtypes.computes_in(model, "float16")
+    float16 = layers.computes_in(model, "float16")
     chosen = rules.DynamicLossScale if float16 else rules.NoLossScale
     inner = optimizer
     while getattr(inner, "is_automatic", False):

@@ -16,9 +16,9 @@ from tfmix import _messages
 from tfmix._keras import (
     compilation,
     global_state,
-    layer_methods,
-    layer_policies,
+    graphs,
     layers,
+    replacing,
 )
 from tfmix._keras import variables as keras_variables
 from tfmix.ops import exact_values, tensors
@@ -55,7 +55,7 @@ def begin_exact(model: keras.Model) -> None:
     is_sequential = isinstance(model, keras.Sequential) and model.layers
     # Keras has created its input by then, with the first model's shape.
     if is_sequential and hasattr(model.layers[0], "input_shape"):
-        layer_policies.widen_inputs(model)
+        graphs.widen_inputs(model)
 
 
 def built_exact(
@@ -68,12 +68,12 @@ def built_exact(
     first = layers.own_layers(model)[:1]
     build(*args, **kwargs)
     if not layers.is_input(first[0]):
-        layer_policies.widen_inputs(model)
+        graphs.widen_inputs(model)
 
 
 def make_float32(layer: keras.Layer) -> None:
     """Makes a layer compute in float32, on inputs before any cast."""
-    layer_policies.set_policy(layer, keras.DTypePolicy("float32"))
+    layers.set_policy(layer, keras.DTypePolicy("float32"))
     look_behind_casts(layer)
 
 
@@ -86,8 +86,8 @@ def forget_exact(layer: keras.Layer) -> None:
     """Undoes `keep_exact`."""
     policy = layer.dtype_policy
     if _CONVERT in vars(policy):
-        layer_policies.set_policy(layer, keras.DTypePolicy(policy.name))
-    layer_methods.detach(layer, layer_methods.EXACT)
+        layers.set_policy(layer, keras.DTypePolicy(policy.name))
+    replacing.detach(layer, replacing.EXACT)
 
 
 def _use_converter(layer: keras.Layer, convert: Callable) -> None:
@@ -95,7 +95,7 @@ def _use_converter(layer: keras.Layer, convert: Callable) -> None:
     policy = layer.dtype_policy
     original = functools.partial(type(policy).convert_input, policy)
     convert = functools.partial(convert, original)
-    layer_policies.change_policy(layer, **{_CONVERT: convert})
+    layers.change_policy(layer, **{_CONVERT: convert})
 
 
 def _remember(original: Callable, x: Any, autocast: bool, dtype: str) -> Any:
@@ -129,11 +129,11 @@ def _behind_cast(x: Any) -> Any:
 class _Exact(NamedTuple):
     """The part of a layer that sees its inputs before a cast."""
 
-    wrappers: Mapping[str, layer_methods.Wrapper]
+    wrappers: Mapping[str, replacing.Wrapper]
 
 
-def _wrap(layer: keras.Layer, **wrappers: layer_methods.Wrapper) -> None:
-    layer_methods.attach(layer, layer_methods.EXACT, _Exact(wrappers))
+def _wrap(layer: keras.Layer, **wrappers: replacing.Wrapper) -> None:
+    replacing.attach(layer, replacing.EXACT, _Exact(wrappers))
 
 
 def _look_up(

@@ -17,10 +17,8 @@ from tfmix._keras import (
     attempts,
     context_values,
     global_state,
-    layer_methods,
-    layer_policies,
     layers,
-    replacements,
+    replacing,
     training,
     variables,
 )
@@ -37,27 +35,27 @@ def attach(layer: keras.Layer) -> None:
     """Makes a layer fall back to float32 where its code needs it."""
     if _of(layer) is None:
         layers.rematerialize_anew(layer)
-        layer_methods.attach(layer, layer_methods.FALLBACK, _Fallback(layer))
+        replacing.attach(layer, replacing.FALLBACK, _Fallback(layer))
 
 
 def _of(layer: keras.Layer) -> Any:
-    return layer_methods.part(layer, layer_methods.FALLBACK)
+    return replacing.part(layer, replacing.FALLBACK)
 
 
 @contextlib.contextmanager
 def fresh(model: keras.Layer) -> Iterator[None]:
     """Gives a model's layers new fallbacks in a block, without messages."""
     inside = layers.flat_layers(model)
-    before = [(layer, layer_methods.by_role(layer)) for layer in inside]
+    before = [(layer, replacing.by_role(layer)) for layer in inside]
     try:
         for layer in inside:
             if not layers.is_structure(layer):
                 state = _Fallback(layer, tells=False)
-                layer_methods.attach(layer, layer_methods.FALLBACK, state)
+                replacing.attach(layer, replacing.FALLBACK, state)
         yield
     finally:
         for layer, parts in before:
-            layer_methods.restore(layer, parts)
+            replacing.restore(layer, parts)
 
 
 def reason(layer: keras.Layer) -> str:
@@ -127,13 +125,13 @@ def _traced_again(
     if _is_final(error):
         raise error
     attach(model)
-    state, before = _of(model), layer_methods.by_role(model)
+    state, before = _of(model), replacing.by_role(model)
     with contextlib.ExitStack() as undo:
         _prepare_inside(model, undo)
-        undo.callback(layer_methods.restore, model, before)
+        undo.callback(replacing.restore, model, before)
         wrappers = {**state.wrappers, "train_step": _as_float32_code}
-        replacements.swap(undo, state, "wrappers", wrappers)
-        layer_methods.attach(model, layer_methods.FALLBACK, state)
+        replacing.swap(undo, state, "wrappers", wrappers)
+        replacing.attach(model, replacing.FALLBACK, state)
         try:
             logs = trace()
         except Exception:
@@ -194,12 +192,12 @@ class _Fallback:
         self._new = True
         # The modes, training or not, in which its call has succeeded.
         self._proven: set[bool] = set()
-        self.wrappers: Mapping[str, layer_methods.Wrapper] = {"call": self.run}
+        self.wrappers: Mapping[str, replacing.Wrapper] = {"call": self.run}
 
     def is_float32(self) -> bool:
         """Returns whether it has fallen back, and kept that dtype since."""
         policy = self._policy
-        return policy is not None and policy is layer_policies.own(self._layer)
+        return policy is not None and policy is layers.own_policy(self._layer)
 
     def run(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         to_float32_code = context_values.block.get().is_float32_code
@@ -278,7 +276,7 @@ class _Fallback:
         self.why = _cause(error)
         _prepare_inside(self._layer, undo)
         _make_float32(self._layer, undo)
-        self._policy = layer_policies.own(self._layer)
+        self._policy = layers.own_policy(self._layer)
 
     def _in_float32(self, original: Callable, args: Any, kwargs: Any) -> Any:
         args, kwargs = tensors.map_leaves(
@@ -355,7 +353,7 @@ def _attach_inside(layer: keras.Layer) -> None:
 
 
 def _make_float32(layer: keras.Layer, undo: contextlib.ExitStack) -> None:
-    undo.callback(layer_policies.set_policy, layer, layer_policies.own(layer))
+    undo.callback(layers.set_policy, layer, layers.own_policy(layer))
     exact_inputs.make_float32(layer)
 
 

@@ -18,7 +18,7 @@ from tfmix._keras import (
     compile_method,
     context_values,
     global_state,
-    replacements,
+    replacing,
     version,
 )
 from tfmix.autocast import compile as compiling
@@ -28,7 +28,7 @@ from tfmix.policy import policy as policies
 from tfmix.policy.devices import is_on_tpu
 
 _lock = threading.RLock()
-_hooks = replacements.Replacements()
+_hooks = replacing.Replacements()
 compile_method.use(compiling.compiling)
 stand_ins.use(replaced.METHODS)
 # The choice of `set_global_policy`; `None` before its first call.
@@ -338,7 +338,7 @@ def _hook() -> None:
     """Makes Keras get its policy from tfmix, if it does not yet."""
     if hooks_keras():
         return
-    wanted: dict[replacements.Place, Callable[[Any], Any]] = {
+    wanted: dict[replacing.Place, Callable[[Any], Any]] = {
         global_state.POLICY_STORE: _store,
         (keras.Layer, "__init__"): _initializer,
     }
@@ -362,7 +362,7 @@ def _store(store: types.ModuleType) -> types.ModuleType:
             store.set_global_attribute(name, value)
 
     functions = {"get_global_attribute": get, "set_global_attribute": set}
-    return replacements.copy_module(store, functions)
+    return replacing.copy_module(store, functions)
 
 
 def _initializer(original: Callable) -> Callable:

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from tfmix import _formats
-from tfmix._keras import layer_policies, layers
+from tfmix._keras import layers
 from tfmix.autocast import exact_inputs, fallback, record
 from tfmix.policy import float32_layers
 from tfmix.policy import policy as policies
@@ -24,7 +24,7 @@ def prepare(layer: keras.Layer, dtype: Any, policy: keras.DTypePolicy) -> None:
         # layers.
         _apply_rules(layer, policy)
     if isinstance(dtype, policies.Policy):
-        layer_policies.set_policy(layer, policies.plain(dtype))
+        layers.set_policy(layer, policies.plain(dtype))
     if isinstance(layer, keras.Model):
         record.set_policy(layer, policy)
     if policies.is_sixteen_bit(policy) and not layers.is_structure(layer):
@@ -65,16 +65,14 @@ def _apply_rules(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
     if ruled.why_float32(type(layer), layer.name):
         keep_float32(layer)
         # Inner layers are attached after this constructor, or in `build`.
-        layer_policies.until_built(layer, _keep_inside_float32)
+        layers.until_built(layer, _keep_inside_float32)
     elif ruled.outside_white_list(type(layer)):
-        layer_policies.set_policy(layer, keras.DTypePolicy("float32"))
+        layers.set_policy(layer, keras.DTypePolicy("float32"))
     elif float32_layers.needs_path(ruled.float32_layers):
-        layer_policies.until_built(
-            layer, functools.partial(_apply_path_rules, ruled)
-        )
+        layers.until_built(layer, functools.partial(_apply_path_rules, ruled))
 
 
 def _apply_path_rules(ruled: policies.Policy, layer: keras.Layer) -> None:
-    path = layer_policies.path_of(layer)
+    path = layers.path_of(layer)
     if ruled.why_float32(type(layer), layer.name, path):
         keep_float32(layer)

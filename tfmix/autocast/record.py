@@ -17,9 +17,10 @@ from tfmix._keras import (
     compile_method,
     context_values,
     global_state,
-    layer_methods,
+    graphs,
     layers,
     optimizers,
+    replacing,
     training,
 )
 from tfmix.autocast import (
@@ -32,7 +33,6 @@ from tfmix.gradient_scaling import heads, model_call, outermost
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.ops import active_rules, exact_values, stand_ins, tensors
 from tfmix.optimizers import sixteen_bit_optimizer
-from tfmix.policy import layer_dtypes
 from tfmix.policy import policy as policies
 from tfmix.policy.devices import devices
 
@@ -67,19 +67,17 @@ def set_policy(model: keras.Model, policy: keras.DTypePolicy) -> None:
         layers.rematerialize_anew(model)
         exact_inputs.begin_exact(model)
         record = _MixedModel(model, policy)
-        layer_methods.attach(model, layer_methods.RULES, record)
+        replacing.attach(model, replacing.RULES, record)
         model_call.note_scaling(model, True)
     else:
-        layer_methods.detach(model, layer_methods.RULES)
+        replacing.detach(model, replacing.RULES)
         model_call.note_scaling(model, False)
 
 
 def set_policy_inside(model: keras.Model, policy: keras.DTypePolicy) -> None:
     """Gives a record to those models inside one that compute in 16 bit."""
     for inner in models_inside(model):
-        narrow = any(
-            layer_dtypes.computes_in(inner, x) for x in _formats.SIXTEEN_BIT
-        )
+        narrow = any(layers.computes_in(inner, x) for x in _formats.SIXTEEN_BIT)
         set_policy(inner, policy if narrow else keras.DTypePolicy("float32"))
 
 
@@ -96,7 +94,7 @@ def policy_of(model: keras.Model) -> keras.DTypePolicy | None:
 
 
 def _record(model: keras.Model) -> "_MixedModel | None":
-    part = layer_methods.part(model, layer_methods.RULES)
+    part = replacing.part(model, replacing.RULES)
     return part if isinstance(part, _MixedModel) else None
 
 
@@ -118,12 +116,12 @@ class _MixedModel:
         self._outputs = outermost.Outputs(model, self._under_rules)
         self.wrappers = self._wrappers()
 
-    def _wrappers(self) -> dict[str, layer_methods.Wrapper]:
+    def _wrappers(self) -> dict[str, replacing.Wrapper]:
         """Returns the wrappers of the model's methods, by their names."""
         model = self._model
-        wrappers: dict[str, layer_methods.Wrapper] = {
+        wrappers: dict[str, replacing.Wrapper] = {
             "call": self._call,
-            "compile": compile_method.replacing,
+            "compile": compile_method.while_watched,
             "fit": self._fit,
             "evaluate": functools.partial(self._swapped, "evaluate"),
             "predict": functools.partial(self._swapped, "predict"),
@@ -164,14 +162,14 @@ class _MixedModel:
             )
         if self._outputs.parts:
             run = functools.partial(heads.run_graph, self._model)
-            self._wrap(**{layers.RUN_GRAPH: run})
+            self._wrap(**{graphs.RUN_GRAPH: run})
         return self._outputs.of(*args, **kwargs)
 
-    def _wrap(self, **more: layer_methods.Wrapper) -> None:
+    def _wrap(self, **more: replacing.Wrapper) -> None:
         """Wraps further methods of the model."""
         if not more.keys() <= self.wrappers.keys():
             self.wrappers |= more
-            layer_methods.attach(self._model, layer_methods.RULES, self)
+            replacing.attach(self._model, replacing.RULES, self)
 
     def _fit(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         fit = functools.partial(self._swapped, "fit", original)

@@ -9,12 +9,11 @@ from typing import Any
 import keras
 
 from tfmix import _arguments, _formats, _messages
-from tfmix._keras import variables
+from tfmix._keras import layers, variables
 from tfmix.diagnostics import missing_scaler, progress_bar, skip_report
 from tfmix.gradient_scaling import model_call
 from tfmix.loss_scaling import errors, rules, standstill
 from tfmix.loss_scaling import optimizer as scaling
-from tfmix.policy import layer_dtypes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,9 +262,11 @@ class LossScaleMonitor(skip_report.SkipWatch):
 
 def _opening(model: keras.Model) -> str:
     """Describes a run's dtypes and its loss scaling in one line."""
-    layers = layer_dtypes.layers_that_compute(model)
+    computing = layers.that_compute(model)
     sixteen = [
-        layer for layer in layers if layer.compute_dtype in _formats.SIXTEEN_BIT
+        layer
+        for layer in computing
+        if layer.compute_dtype in _formats.SIXTEEN_BIT
     ]
     names = sorted({layer.dtype_policy.name for layer in sixteen})
     optimizer = scaling.scalers(model)[0]
@@ -278,7 +279,7 @@ def _opening(model: keras.Model) -> str:
         scaling_text = "gradients are scaled inside the model"
     policy = " and ".join(names) or _formats.FLOAT32.name
     return (
-        f"{policy}: {len(sixteen)} of {len(layers)} layers in 16 bit; "
+        f"{policy}: {len(sixteen)} of {len(computing)} layers in 16 bit; "
         f"{scaling_text.format(size)}"
     )
 

@@ -10,6 +10,7 @@ import numpy as np
 from keras import ops
 
 from tfmix import _formats
+from tfmix._keras import graphs
 from tfmix._keras import layers as host
 from tfmix.conversion import planned_policies
 from tfmix.diagnostics import batch as batches
@@ -129,7 +130,7 @@ class Sampler:
         autocast: Any = contextlib.nullcontext()
         if self._planned is not None:
             autocast = host.autocast("float32")
-        with host.policies(self._planned or {}), autocast:
+        with graphs.policies(self._planned or {}), autocast:
             (loss, rows), back = differentiation.pullback(
                 losses, [tokens, *weights], sparse=True
             )
@@ -199,7 +200,7 @@ class Sampler:
             for leaf in call.tensors
         ]
         planned = call.target.planned(self._reference)
-        with host.policies(planned), host.autocast("float32"), host.trial():
+        with graphs.policies(planned), host.autocast("float32"), host.trial():
             right = probe.floats(call.try_with(exact))
         # The float32 call must not contribute gradients: that of the square
         # root in `_error` is NaN where the error is 0.

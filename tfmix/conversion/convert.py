@@ -10,9 +10,9 @@ import keras
 from tfmix import _arguments, _messages, _progress, _tables
 from tfmix._keras import (
     compile_method,
-    layer_methods,
-    layer_policies,
+    layers,
     optimizers,
+    replacing,
 )
 from tfmix.autocast import compile as compiling
 from tfmix.autocast import fallback, global_policy
@@ -222,7 +222,7 @@ def _convert(
             )
     rows = [
         Row(
-            layer_policies.path_of(step.layer),
+            layers.path_of(step.layer),
             type(step.layer).__name__,
             planned_policies.entry(step.layer.dtype_policy, step.layer).name,
             step.policy.name,
@@ -266,9 +266,9 @@ def _change(
         way_back.callback(_save_settings(optimizer or before))
         check = layer_changes.record(steps, way_back)
         for part in (model, *mixed_model.models_inside(model)):
-            methods = layer_methods.by_role(part)
-            way_back.callback(layer_methods.restore, part, methods)
-            scaled = layer_methods.RULES in methods
+            methods = replacing.by_role(part)
+            way_back.callback(replacing.restore, part, methods)
+            scaled = replacing.RULES in methods
             way_back.callback(model_call.note_scaling, part, scaled)
         layer_changes.set_dtypes(steps, way_back)
         chosen = chosen_layers.reasons(model)
@@ -280,7 +280,7 @@ def _change(
             guard.attach(model)
         elif installed is not before:
             # Only tfmix's wrapper could skip a step, and it is gone.
-            layer_methods.detach(model, layer_methods.GUARD)
+            replacing.detach(model, replacing.GUARD)
         layer_changes.forget_compiled(model)
         failed.pop_all()
         undone = way_back.pop_all()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import keras
 
 from tfmix import _messages
-from tfmix._keras import layer_policies, layers, loading
+from tfmix._keras import layers, loading
 from tfmix.autocast import global_policy
 from tfmix.autocast import record as mixed_model
 
@@ -92,7 +92,7 @@ def _copy_unsaved(twin: keras.Model, model: keras.Model) -> None:
     if all(copy.name == original.name for copy, original in pairs):
         for copy, original in pairs:
             if copy.path and original.path:
-                layer_policies.set_path(copy, original.path)
+                layers.set_path(copy, original.path)
             layers.rematerialize_alike(copy, original)
 
 

@@ -7,7 +7,12 @@ from collections.abc import Callable
 import keras
 
 from tfmix import _formats
-from tfmix._keras import layer_methods, layer_policies, layers, variables
+from tfmix._keras import (
+    graphs,
+    layers,
+    replacing,
+    variables,
+)
 from tfmix.autocast import exact_inputs, fallback
 from tfmix.conversion import planned_policies
 
@@ -31,7 +36,7 @@ def set_dtypes(
     cast = casts(steps)
     for step in steps:
         _set_policy(step.layer, step.policy, mixed, way_back)
-        way_back.callback(layer_policies.widen_inputs(step.layer))
+        way_back.callback(graphs.widen_inputs(step.layer))
     for layer, before, after in cast:
         for variable in variables.own_variables(layer):
             # A variable of another dtype has it on purpose.
@@ -101,20 +106,20 @@ def _set_policy(
     among_16_bit: bool,
     way_back: contextlib.ExitStack,
 ) -> None:
-    before, methods = layer.dtype_policy, layer_methods.by_role(layer)
+    before, methods = layer.dtype_policy, replacing.by_role(layer)
     # The layer must not apply its former policy's rules at its first call.
-    first_called = vars(layer).pop(layer_policies.FIRST_CALLED, None)
+    first_called = vars(layer).pop(layers.FIRST_CALLED, None)
 
     def restore() -> None:
-        layer_policies.set_policy(layer, before)
-        layer_methods.restore(layer, methods)
+        layers.set_policy(layer, before)
+        replacing.restore(layer, methods)
         if first_called is not None:
-            layer_policies.put(layer, layer_policies.FIRST_CALLED, first_called)
+            layers.put(layer, layers.FIRST_CALLED, first_called)
 
     way_back.callback(restore)
-    layer_methods.detach(layer, layer_methods.FALLBACK)
+    replacing.detach(layer, replacing.FALLBACK)
     exact_inputs.forget_exact(layer)
-    layer_policies.set_policy(layer, policy)
+    layers.set_policy(layer, policy)
     if among_16_bit and not layers.is_input(layer):
         exact_inputs.keep_exact(layer)
         if policy.compute_dtype == "float32":
@@ -125,10 +130,10 @@ def _set_policy(
 
 def _set_spec(layer: keras.Layer, way_back: contextlib.ExitStack) -> None:
     """Corrects the dtypes that a Functional graph keeps for its tensors."""
-    for place, tensor in layers.noted_results(layer):
+    for place, tensor in graphs.noted_results(layer):
         dtype = keras.backend.standardize_dtype(tensor.dtype)
         if dtype in _formats.FORMATS:
             graph = layers.is_structure(layer)
-            results = layers.results(layer) if graph else None
+            results = graphs.results(layer) if graph else None
             result = results[place].dtype if results else layer.compute_dtype
-            layers.note_dtype(way_back, tensor, str(result))
+            graphs.note_dtype(way_back, tensor, str(result))

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 import keras
 
 from tfmix import _formats
-from tfmix._keras import layer_policies, layers
+from tfmix._keras import graphs, layers
 from tfmix.autocast import fallback, new_layers
-from tfmix.policy import float32_layers, layer_dtypes
+from tfmix.policy import float32_layers
 from tfmix.policy import policy as policies
 
 # These Keras layers hold layers of the user, which are decided one by one. In
@@ -45,7 +45,7 @@ def heads(model: keras.Layer) -> list[keras.Layer]:
     """
     if not layers.is_structure(model):
         return []
-    results = layers.results(model)
+    results = graphs.results(model)
     if not results:
         return heads(model.layers[-1]) or list(model.layers[-1:])
     return [
@@ -59,7 +59,7 @@ def _makers(tensors: Iterable[keras.KerasTensor]) -> list[keras.Layer]:
     seen: set[int] = set()
     waiting = list(tensors)
     while waiting:
-        operation, inputs = layers.maker(waiting.pop())
+        operation, inputs = graphs.maker(waiting.pop())
         if id(operation) in seen:
             continue
         seen.add(id(operation))
@@ -76,7 +76,7 @@ def _makers(tensors: Iterable[keras.KerasTensor]) -> list[keras.Layer]:
 def entry(policy: keras.DTypePolicy, layer: keras.Layer) -> keras.DTypePolicy:
     """Returns a policy map's entry for a layer; other policies unchanged."""
     if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
-        policy = policy[layer_policies.path_of(layer)]
+        policy = policy[layers.path_of(layer)]
     return policy
 
 
@@ -94,9 +94,7 @@ def unused_rules(
         for argument, item in written
         if item not in defaults
         and not any(
-            float32_layers.matches(
-                item, type(x), x.name, layer_policies.path_of(x)
-            )
+            float32_layers.matches(item, type(x), x.name, layers.path_of(x))
             for x in layers.flat_layers(model)
         )
     )
@@ -111,7 +109,7 @@ class _Planner:
         # In a model with 16-bit layers, float32 layers are deliberate.
         self._mixed_before = any(
             layer.compute_dtype in _formats.SIXTEEN_BIT
-            for layer in layer_dtypes.layers_that_compute(model)
+            for layer in layers.that_compute(model)
         )
         self._seen: set[int] = set()
         self.steps: list[Step] = []
@@ -195,7 +193,7 @@ class _Planner:
         return fallback.reason(layer)
 
     def _ruled(self, layer: keras.Layer) -> str | None:
-        path = layer_policies.path_of(layer)
+        path = layers.path_of(layer)
         return self._rules.why_float32(type(layer), layer.name, path)
 
     def _target(self, layer: keras.Layer) -> keras.DTypePolicy:
@@ -238,7 +236,7 @@ def sixteen_bit(model: keras.Model, policy: keras.DTypePolicy | None) -> Plan:
     """
     movable = _movable(model)
     if policy is None:
-        return {layer: layer_policies.own(layer) for layer in movable}
+        return {layer: layers.own_policy(layer) for layer in movable}
     if isinstance(policy, policies.Policy):
         planned = {step.layer: step.policy for step in plan(model, policy)}
         return {layer: planned[layer] for layer in movable if layer in planned}

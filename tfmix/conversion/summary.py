@@ -5,10 +5,9 @@ import dataclasses
 import keras
 
 from tfmix import _arguments, _formats, _tables
-from tfmix._keras import layer_policies, layers
+from tfmix._keras import graphs, layers
 from tfmix.autocast import fallback
 from tfmix.conversion import planned_policies
-from tfmix.policy import layer_dtypes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +84,7 @@ def summary(model: keras.Model) -> ModelSummary:
         ('mixed_float16', 'float16', 'float32', 'float16')
     """
     _arguments.model(model)
-    computing = {*map(id, layer_dtypes.layers_that_compute(model))}
+    computing = {*map(id, layers.that_compute(model))}
     every = layers.flat_layers(model)
     listed = [layer for layer in every if id(layer) in computing]
     return ModelSummary(
@@ -97,10 +96,10 @@ def _row(layer: keras.Layer) -> LayerDtypes:
     policy = planned_policies.entry(layer.dtype_policy, layer)
     returned = {
         keras.backend.standardize_dtype(tensor.dtype)
-        for _, tensor in layers.noted_results(layer)
+        for _, tensor in graphs.noted_results(layer)
     }
     return LayerDtypes(
-        layer_policies.path_of(layer),
+        layers.path_of(layer),
         type(layer).__name__,
         policy.name,
         policy.compute_dtype,

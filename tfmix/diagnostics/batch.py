@@ -9,7 +9,7 @@ import numpy as np
 from keras import ops, tree
 
 from tfmix import _arguments, _bad_rows
-from tfmix._keras import layers
+from tfmix._keras import layers, training
 from tfmix.diagnostics import differentiation, probe, programs
 from tfmix.gradient_scaling import model_call, outermost, power
 
@@ -34,7 +34,7 @@ class Batch:
     def outputs(self, weights: Sequence[Any]) -> Any:
         """Returns the outputs for given weights; writes no variable."""
         with self._at(weights):
-            return layers.call_in_training(self.model, self.x)
+            return training.call_in_training(self.model, self.x)
 
     def loss_at(self, weights: Sequence[Any]) -> Any:
         """Returns the loss for given weights, `add_loss` terms included.
@@ -42,7 +42,7 @@ class Batch:
         It writes no variable, not even a random seed.
         """
         with self._at(weights) as scope:
-            outputs = layers.call_in_training(self.model, self.x)
+            outputs = training.call_in_training(self.model, self.x)
             losses = [*map(ops.sum, scope.losses), self._loss(outputs)]
             return sum(ops.cast(loss, "float32") for loss in losses)
 
@@ -55,7 +55,7 @@ class Batch:
 
         def measured(weights: list[Any]) -> Any:
             with self._at(weights) as scope:
-                outputs = layers.call_in_training(self.model, self.x)
+                outputs = training.call_in_training(self.model, self.x)
                 floats, rebuilt = model_call.floats(outputs)
 
                 def loss(floats: list[Any]) -> list[Any]:
@@ -141,13 +141,13 @@ def outputs_of(model: keras.Model, data: Any) -> Any:
     """
     x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
     with outermost.outputs_as_made():
-        return layers.call_in_training(model, x)
+        return training.call_in_training(model, x)
 
 
 def loss_of(model: keras.Model, data: Any, outputs: Any) -> Any:
     """Returns the float32 loss that a training step has for these outputs."""
     x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
-    loss = layers.compute_loss(
+    loss = training.compute_loss(
         model, x=x, y=y, y_pred=outputs, sample_weight=weight, training=True
     )
     return ops.cast(loss, "float32")
@@ -232,7 +232,7 @@ def _tensor(value: Any) -> Any:
 
 def _function(model: Any, loss: Any) -> Callable[[Any, Any], Any]:
     if loss is None:
-        compiled = layers.compiled_loss(model)
+        compiled = training.compiled_loss(model)
         if compiled is None:
             raise ValueError(
                 "There is no loss to compute gradients of. Received: "
@@ -241,7 +241,7 @@ def _function(model: Any, loss: Any) -> Callable[[Any, Any], Any]:
             )
         return compiled
     if not callable(loss) or isinstance(loss, keras.losses.Loss):
-        return layers.compile_loss(loss)
+        return training.compile_loss(loss)
 
     def call(y: Any, outputs: Any) -> Any:
         # In a custom training loop, targets have the outputs' dtype.

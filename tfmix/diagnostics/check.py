@@ -12,7 +12,7 @@ import numpy as np
 from keras import ops
 
 from tfmix import _bad_rows, _formats, _messages, _progress
-from tfmix._keras import compilation, layers
+from tfmix._keras import compilation, graphs, layers
 from tfmix.autocast import fallback, global_policy
 from tfmix.autocast import record as mixed_model
 from tfmix.conversion import planned_policies
@@ -31,7 +31,6 @@ from tfmix.gradient_scaling import outermost
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.loss_scaling import rules
 from tfmix.ops import active_rules, stand_ins
-from tfmix.policy import layer_dtypes
 from tfmix.policy import policy as policies
 
 # More rows would cost memory and show nothing new.
@@ -218,7 +217,7 @@ def _narrow_layers(
 ) -> list[keras.Layer]:
     return [
         layer
-        for layer in layer_dtypes.layers_that_compute(model)
+        for layer in layers.that_compute(model)
         if planned_policies.dtype(sixteen, layer) in _formats.SIXTEEN_BIT
     ]
 
@@ -255,7 +254,7 @@ def _under_policy(
             chosen_layers.restore(model, {})
             rules = policies.with_rules(chosen)
             if rules.is_float8:
-                with layers.policies(sixteen):
+                with graphs.policies(sixteen):
                     chosen_layers.choose(model, rules)
         yield
 

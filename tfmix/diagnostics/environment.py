@@ -9,7 +9,7 @@ import re
 import keras
 
 from tfmix import _tables
-from tfmix._keras import replacements
+from tfmix._keras import replacing
 from tfmix.autocast import global_policy
 from tfmix.policy.devices import Device, devices
 
@@ -79,7 +79,7 @@ def environment() -> Environment:
         auto=available.auto(),
         policy=repr(global_policy.global_policy()),
         replaced=tuple(
-            sorted(_label(*place) for place in replacements.replaced())
+            sorted(_label(*place) for place in replacing.replaced())
         ),
         extras=_extras(),
     )

@@ -10,7 +10,7 @@ import numpy as np
 from keras import ops
 
 from tfmix import _tables
-from tfmix._keras import layer_policies
+from tfmix._keras import layers
 from tfmix.diagnostics import differentiation, probe, verdicts
 from tfmix.float8 import chosen_layers, product
 
@@ -106,7 +106,7 @@ def read(called: Sequence[keras.Layer], table: Any) -> list[Float8Product]:
     """Reads the result of `measure`: the worst call of each layer."""
     worst: dict[tuple[str, str], Float8Product] = {}
     for layer, rows in zip(called, np.asarray(table), strict=True):
-        path = layer_policies.path_of(layer)
+        path = layers.path_of(layer)
         for name, row in zip(PRODUCTS, rows, strict=True):
             underflow, saturated, cosine, of_rows = map(float, row)
             verdict = _verdict(underflow, saturated, cosine, of_rows)

@@ -3,8 +3,7 @@
 import keras
 
 from tfmix import _formats
-from tfmix._keras import layer_methods
-from tfmix.policy import layer_dtypes
+from tfmix._keras import layers, replacing
 
 
 def warning(model: keras.Model) -> str:
@@ -20,8 +19,8 @@ def warning(model: keras.Model) -> str:
         optimizer is None
         or isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         or getattr(optimizer, "loss_scale_factor", None)
-        or layer_methods.part(model, layer_methods.RULES) is not None
-        or not layer_dtypes.computes_in(model, "float16")
+        or replacing.part(model, replacing.RULES) is not None
+        or not layers.computes_in(model, "float16")
     ):
         return ""
     name = type(optimizer).__name__

@@ -12,13 +12,12 @@ import numpy as np
 from keras import ops
 
 from tfmix import _formats
-from tfmix._keras import variables
+from tfmix._keras import layers, variables
 from tfmix.conversion import planned_policies
 from tfmix.diagnostics import batch as batches
 from tfmix.diagnostics import differentiation, probe, ranges, runs, verdicts
 from tfmix.loss_scaling import rules
 from tfmix.ops import tensors
-from tfmix.policy import layer_dtypes
 
 _Findings = list[verdicts.Finding]
 # Float32 holds this scale.
@@ -102,7 +101,7 @@ def _scales_inside(judge: runs.Judge) -> bool:
     return (
         judge.has_policy
         and judge.limits is _formats.FLOAT16
-        and not layer_dtypes.has_sixteen_bit_variables(judge.batch.model)
+        and not layers.has_sixteen_bit_variables(judge.batch.model)
     )
 
 

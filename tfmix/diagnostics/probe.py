@@ -10,6 +10,7 @@ from typing import Any
 import keras
 from keras import ops, tree
 
+from tfmix._keras import graphs
 from tfmix._keras import layers as host
 from tfmix.conversion import planned_policies
 
@@ -129,7 +130,7 @@ def watched(
 
         return call
 
-    with host.calls_replaced([target.operation for target in targets], make):
+    with graphs.calls_replaced([target.operation for target in targets], make):
         yield
 
 

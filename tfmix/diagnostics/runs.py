@@ -10,7 +10,7 @@ import numpy as np
 from keras import ops
 
 from tfmix import _formats
-from tfmix._keras import compilation, layer_policies, layers
+from tfmix._keras import compilation, graphs, layers
 from tfmix.autocast import fallback
 from tfmix.conversion import planned_policies
 from tfmix.diagnostics import batch as batches
@@ -57,7 +57,7 @@ class Truth:
 def in_float32(model: keras.Model) -> Iterator[None]:
     """Makes a model compute in float32 inside a block."""
     reference = planned_policies.reference(model)
-    with layers.policies(reference), layers.autocast("float32"):
+    with graphs.policies(reference), layers.autocast("float32"):
         yield
 
 
@@ -95,10 +95,10 @@ def sixteen_bit(
         output_dtypes = tuple(map(probe.dtype, probe.floats(outputs)))
         return fits
 
-    with layers.policies(planned):
+    with graphs.policies(planned):
         fits = batch.runner.run(forward, batch.weights())
         rounded = {key: [*map(bool, each)] for key, each in fits.items()}
-        ran = {layer: layer_policies.own(layer) for layer in planned}
+        ran = {layer: layers.own_policy(layer) for layer in planned}
         fallbacks = fallback.reasons(batch.model)
     return SixteenBitRun(signatures, rounded, output_dtypes, ran, fallbacks)
 
@@ -281,7 +281,7 @@ class Judge:
         if isinstance(layer, keras.Layer) and layer.autocast:
             autocast = planned_policies.dtype(self.run.planned, layer)
         with (
-            layers.policies(target.planned(self.run.planned)),
+            graphs.policies(target.planned(self.run.planned)),
             layers.autocast(autocast),
         ):
             yield

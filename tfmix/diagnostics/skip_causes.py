@@ -10,9 +10,9 @@ import numpy as np
 from keras import ops, tree
 
 from tfmix import _bad_rows, _formats
+from tfmix._keras import layers
 from tfmix.diagnostics import batch as batches
 from tfmix.diagnostics import probe, verdicts
-from tfmix.policy import layer_dtypes
 
 # So many rows are run if the batch size of `fit` is unknown.
 _ROWS = 32
@@ -108,7 +108,7 @@ def of_skips(
         loss: The loss in the epoch's logs; NaN if unknown.
         skips: The steps of the epoch.
     """
-    is_float16 = layer_dtypes.computes_in(model, "float16")
+    is_float16 = layers.computes_in(model, "float16")
     largest = _formats.FLOAT16.max if is_float16 else math.inf
     entered = skips.skipped if skips.of_data is None else skips.of_data
     # Gradients do not overflow in bfloat16.

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from tfmix._keras import layer_policies, layers, variables
+from tfmix._keras import layers, variables
 from tfmix.float8 import product
 from tfmix.ops import contraction, weights
 from tfmix.policy import float32_layers
@@ -144,7 +144,7 @@ def _why_not(layer: keras.Layer, policy: policies.Policy, is_end: bool) -> str:
         return f"computes in {layer.compute_dtype}"
     wanted = policy.float8_layers
     if wanted is not None:
-        path = layer_policies.path_of(layer)
+        path = layers.path_of(layer)
         if not any(
             float32_layers.matches(item, type(layer), layer.name, path)
             for item in wanted

@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import global_state, layers
+from tfmix._keras import global_state, graphs, layers
 from tfmix.gradient_scaling import model_call
 from tfmix.ops import exact_values, tensors
 
@@ -50,9 +50,9 @@ class Results:
                 model, part.run, arguments, {}, self._is_float16
             )
             known.update(zip(part.gives, made, strict=True))
-        symbols = layers.results(model)
+        symbols = graphs.results(model)
         made = [self._as_made(*known[id(symbol)]) for symbol in symbols]
-        return layers.packed_results(model, made)
+        return graphs.packed_results(model, made)
 
     def _as_made(self, outside: Any, dtype: str) -> Any:
         """Returns a result of a part in its original dtype."""
@@ -80,7 +80,7 @@ def parts(model: keras.Model) -> list["Part"]:
     """Lists the parts of a graph that scale separately, if there are some."""
     if not layers.is_graph(model):
         return []
-    made = [Part(*part) for part in layers.graph_parts(model)]
+    made = [Part(*part) for part in graphs.graph_parts(model)]
     return made if len(made) > 1 else []
 
 
@@ -105,7 +105,7 @@ class Part:
             for key, pair in zip(self.takes, taken, strict=True)
         }
         for node in self._nodes:
-            values.update(layers.run_node(node, values, operation_fn))
+            values.update(graphs.run_node(node, values, operation_fn))
         made = [values[key] for key in self.gives]
         return [
             (exact_values.to_float32_with_notes(x), tensors.float_dtype(x))

@@ -7,10 +7,9 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import global_state, layer_methods, layers
+from tfmix._keras import global_state, graphs, layers, replacing
 from tfmix.gradient_scaling import heads, model_call
 from tfmix.ops import exact_values, tensors
-from tfmix.policy import layer_dtypes
 from tfmix.step import guard
 
 
@@ -30,7 +29,7 @@ def is_outermost(model: keras.Model) -> bool:
     entry = global_state.entry_layer()
     if entry is None or entry is model:
         return True
-    return layers.is_structure(entry) and not layer_methods.by_role(entry)
+    return layers.is_structure(entry) and not replacing.by_role(entry)
 
 
 class Outputs:
@@ -47,7 +46,7 @@ class Outputs:
     @functools.cached_property
     def parts(self) -> list[heads.Part]:
         """The parts of a graph that scale separately."""
-        several = len(layers.results(self._model)) > 1
+        several = len(graphs.results(self._model)) > 1
         return heads.parts(self._model) if several else []
 
     def of(self, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +63,7 @@ class Outputs:
         )
 
     def _is_float16(self) -> bool:
-        return layer_dtypes.computes_in(self._model, "float16")
+        return layers.computes_in(self._model, "float16")
 
     def _kept_finite(self, *args: Any, **kwargs: Any) -> Any:
         compute = self._in_float32
@@ -87,5 +86,5 @@ class Outputs:
             return self._under_rules(call, *args, **kwargs)
 
     def _own_call(self) -> Callable:
-        rules = layer_methods.RULES
-        return layer_methods.wrapped(self._model, "call", rules)
+        rules = replacing.RULES
+        return replacing.wrapped(self._model, "call", rules)

@@ -10,6 +10,7 @@ import keras
 from keras import tree
 
 from tfmix import _arguments, _formats, _tables
+from tfmix._keras import graphs
 from tfmix._keras import layers as host
 from tfmix.autocast import record as mixed_model
 from tfmix.float8 import chosen_layers
@@ -335,8 +336,8 @@ def _uses(model: keras.Model, inputs: list) -> list[Use]:
 
         return call
 
-    with host.calls_replaced(layers, make):
-        host.run_on_shapes(lambda *args: model(*args), inputs)
+    with graphs.calls_replaced(layers, make):
+        graphs.run_on_shapes(lambda *args: model(*args), inputs)
     return uses
 
 

@@ -12,7 +12,6 @@ import keras
 from tfmix import _arguments, _progress
 from tfmix._keras import (
     compile_method,
-    layer_policies,
     layers,
     optimizers,
 )
@@ -29,7 +28,6 @@ from tfmix.hardware import (
     training_memory,
 )
 from tfmix.hardware import target as targets
-from tfmix.policy import layer_dtypes
 from tfmix.policy import policy as policies
 
 
@@ -150,7 +148,7 @@ def _check_policy(
     policy: Any, model: keras.Model, target: targets.Target
 ) -> None:
     if policy is None:
-        float16 = layer_dtypes.computes_in(model, "float16")
+        float16 = layers.computes_in(model, "float16")
     else:
         float16 = global_policy.accept(policy).compute_dtype == "float16"
     if float16 and target.kind == "TPU":
@@ -220,10 +218,7 @@ def _name(policy: Any, model: keras.Model) -> str:
     if policy is not None:
         name = getattr(policy, "level", None) or getattr(policy, "name", None)
         return str(name or policy)
-    names = [
-        layer.dtype_policy.name
-        for layer in layer_dtypes.layers_that_compute(model)
-    ]
+    names = [layer.dtype_policy.name for layer in layers.that_compute(model)]
     # A few layers stay in float32 under every policy.
     narrow = [name for name in names if name != "float32"]
     counted = collections.Counter(narrow or ["float32"])
@@ -278,14 +273,14 @@ def record(
 
 def _row(
     product: hlo_products.Product,
-    layers: list[keras.Layer],
+    of_model: list[keras.Layer],
     target: targets.Target,
 ) -> compiled_step.CompiledProduct:
     index = lowering.layer_of(product.label)
     # JAX labels transposed ops, and TensorFlow the ops of its tape.
     backward = "transpose(" in product.label or "gradient_tape" in product.label
     return compiled_step.CompiledProduct(
-        "" if index is None else layer_policies.path_of(layers[index]),
+        "" if index is None else layers.path_of(of_model[index]),
         "backward" if backward else "forward",
         product.shape,
         product.count,

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 from keras import tree
 
-from tfmix._keras import compilation, training
+from tfmix._keras import compilation, graphs, training
 from tfmix._keras import layers as host
 from tfmix.hardware import compilers, model_batches
 
@@ -27,7 +27,7 @@ def compile_training_step(
         devices: JAX's records of the devices, from `compilers.devices`.
     """
     (x,) = model_batches.inputs(model, batch_size)
-    outputs = host.run_on_shapes(model, [x])
+    outputs = graphs.run_on_shapes(model, [x])
     y = model_batches.targets(model, outputs)
     data = keras.utils.pack_x_y_sample_weight(x, y)
     try:
@@ -49,7 +49,7 @@ def _compile(
     compile_step = _compile_on_jax if on_jax else _compile_on_tensorflow
     layers = host.called(model)
     mark = functools.partial(_with_scope, layers)
-    with host.calls_replaced(layers, mark):
+    with graphs.calls_replaced(layers, mark):
         return compile_step(model, data, devices)
 
 

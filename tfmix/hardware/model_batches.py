@@ -7,7 +7,7 @@ import keras
 import numpy as np
 from keras import tree
 
-from tfmix._keras import layers as host
+from tfmix._keras import graphs, training
 from tfmix.diagnostics import batch as batches
 
 # At most so many combinations of input dtypes are tried, each traced once.
@@ -38,7 +38,7 @@ def inputs(
         x, _ = batches.first(x, None)
         symbols = [tree.map_structure(_symbol, x)]
     else:
-        symbols = host.symbolic_arguments(model) if model.built else []
+        symbols = graphs.symbolic_arguments(model) if model.built else []
         if input_shape is not None:
             symbols = _with_shape(symbols, input_shape)
     if not symbols:
@@ -49,7 +49,7 @@ def inputs(
             "takes `x`, a batch of inputs, or `input_shape`, that of one row."
         )
     symbols = tree.map_structure(lambda leaf: _fixed(leaf, batch_size), symbols)
-    if x is not None or not model.built or host.knows_input_dtypes(model):
+    if x is not None or not model.built or graphs.knows_input_dtypes(model):
         return symbols
     return _with_accepted_dtypes(model, symbols)
 
@@ -62,7 +62,7 @@ def _with_accepted_dtypes(model: keras.Model, untyped: list) -> list:
         leaves = map(keras.KerasTensor, shapes, dtypes)
         symbols = tree.pack_sequence_as(untyped, list(leaves))
         try:
-            host.run_on_shapes(model, symbols)
+            graphs.run_on_shapes(model, symbols)
         except Exception as error:
             last = error
             continue
@@ -112,7 +112,7 @@ def targets(model: keras.Model, outputs: Any) -> Any:
     Raises:
         ValueError: If a loss accepts neither.
     """
-    losses = host.losses(model, outputs)
+    losses = training.losses(model, outputs)
     if not losses:
         return None
     symbols = [
@@ -132,7 +132,7 @@ def _target(loss: Any, output: Any) -> keras.KerasTensor:
         kinds.reverse()
     for kind in kinds:
         try:
-            host.run_on_shapes(loss, [kind, output])
+            graphs.run_on_shapes(loss, [kind, output])
         except Exception as error:
             last = error
             continue

@@ -22,7 +22,7 @@ from tfmix._keras import (
     context_values,
     global_state,
     gradients,
-    layer_policies,
+    layers,
 )
 from tfmix.ops import tensors
 
@@ -77,7 +77,7 @@ def alike(original: Callable, block_as_now: Callable[[], Block]) -> Callable:
 
 def _say_scaled(function: Callable) -> None:
     """Says that a function's gradient is scaled."""
-    layer, name = layer_policies.running(), function.__qualname__
+    layer, name = layers.running_path(), function.__qualname__
     _messages.warn_once(
         f"the gradient of {name} in layer {layer!r} gets gradients that are "
         "multiplied by a power of two, because a `tf.function` inside the "

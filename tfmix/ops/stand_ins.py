@@ -17,7 +17,7 @@ from tfmix._keras import (
     context_values,
     op_places,
     operators,
-    replacements,
+    replacing,
 )
 from tfmix.ops import active_rules, compute, losses_from_logits, table
 
@@ -34,7 +34,7 @@ class Method(NamedTuple):
         always: Whether it holds for every caller while it is replaced.
     """
 
-    places: Sequence[replacements.Place] | Callable[[], Sequence]
+    places: Sequence[replacing.Place] | Callable[[], Sequence]
     make: Maker
     rule: str = active_rules.SIXTEEN_BIT
     always: bool = False
@@ -44,7 +44,7 @@ class Method(NamedTuple):
 _methods: list[Method] = []
 
 _lock = threading.RLock()
-_replacements = replacements.Replacements()
+_replacements = replacing.Replacements()
 # Rules of running blocks, counted over all threads.
 _running: Counter[frozenset[str]] = Counter()
 # These stay replaced until the next `install`, even without a block.
@@ -133,9 +133,9 @@ def _refresh() -> None:
         _replaced = needed
 
 
-def _makers_for(names: frozenset[str]) -> dict[replacements.Place, Maker]:
+def _makers_for(names: frozenset[str]) -> dict[replacing.Place, Maker]:
     """Returns what a set of rules replaces, with functions that make it."""
-    makers: dict[replacements.Place, Maker] = {}
+    makers: dict[replacing.Place, Maker] = {}
     ops = set(names) - {active_rules.SIXTEEN_BIT}
     if active_rules.SIXTEEN_BIT in names:
         ops |= set(table.OPS)

@@ -20,7 +20,6 @@ from tfmix._keras import (
     context_values,
     global_state,
     gradients,
-    layer_policies,
     layers,
 )
 from tfmix.ops import (
@@ -57,7 +56,7 @@ def choose(variable: keras.Variable, multiply: Multiply | None) -> None:
 
     `None` removes it.
     """
-    layer_policies.put(variable, _CHOSEN, multiply)
+    layers.put(variable, _CHOSEN, multiply)
 
 
 def autocast(original: Callable) -> Callable:

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from tfmix._keras import optimizers, replacements, variables
+from tfmix._keras import optimizers, replacing, variables
 from tfmix.optimizers import eight_bit
 
 # `slot_dtype` is a dtype, or pairs of a pattern of paths and a dtype.
@@ -169,7 +169,7 @@ def replace_state(
         created.append((name, state))
         return state
 
-    replacements.swap(undo, optimizer, "add_variable_from_reference", add)
+    replacing.swap(undo, optimizer, "add_variable_from_reference", add)
     return created
 
 

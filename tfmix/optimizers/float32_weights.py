@@ -9,7 +9,7 @@ import numpy as np
 from keras import ops
 
 from tfmix import _arguments
-from tfmix._keras import layers, optimizers, replacements, variables
+from tfmix._keras import layers, optimizers, replacing, variables
 from tfmix.optimizers import sixteen_bit_optimizer
 
 
@@ -141,5 +141,5 @@ def _float32_storage(model: keras.Model) -> Iterator[None]:
             wide = "float32" if variables.is_narrow(variable) else dtype
             variables.store_apart(undo, variable, wide)
         if "optimizer" in vars(model):
-            replacements.swap(undo, model, "optimizer", None)
+            replacing.swap(undo, model, "optimizer", None)
         yield

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import keras
 
-from tfmix._keras import replacements
+from tfmix._keras import replacing
 from tfmix.optimizers import sixteen_bit_optimizer
 
 
@@ -33,5 +33,5 @@ class Views(sixteen_bit_optimizer.StandIns):
         """Makes the inner optimizer place its state beside the variables."""
         with contextlib.ExitStack() as undo:
             for view in self.stand_ins.values():
-                replacements.swap(undo, view, "colocating", True)
+                replacing.swap(undo, view, "colocating", True)
             yield

@@ -23,9 +23,9 @@ from tfmix._keras import (
     compile_method,
     context_values,
     global_state,
-    layer_methods,
     layers,
     optimizers,
+    replacing,
     saved_models,
     training,
 )
@@ -99,17 +99,17 @@ def _check_optimizer(model: keras.Model) -> None:
 
 def attach(model: keras.Model, *, asked_for: bool | None = None) -> None:
     """Guards a model; `None` keeps whether the user asked for that."""
-    before = layer_methods.part(model, layer_methods.GUARD)
+    before = replacing.part(model, replacing.GUARD)
     if asked_for is None:
         asked_for = isinstance(before, _Guard) and before.asked_for
-    layer_methods.attach(model, layer_methods.GUARD, _Guard(model, asked_for))
+    replacing.attach(model, replacing.GUARD, _Guard(model, asked_for))
     # A step that was compiled before would run without the guard.
     model.train_function = None
 
 
 def is_guarded(model: keras.Model) -> bool:
     """Returns whether a skipped step of the model leaves no trace."""
-    return layer_methods.part(model, layer_methods.GUARD) is not None
+    return replacing.part(model, replacing.GUARD) is not None
 
 
 @keras.saving.register_keras_serializable("tfmix")
@@ -310,7 +310,7 @@ class _Guard:
         self.asked_for = asked_for
         on_tensorflow = keras.backend.backend() == "tensorflow"
         self._counter = Counter() if on_tensorflow else None
-        self.wrappers: dict[str, layer_methods.Wrapper] = {
+        self.wrappers: dict[str, replacing.Wrapper] = {
             "train_step": self._on_tensorflow
             if on_tensorflow
             else self._on_jax,
@@ -532,7 +532,7 @@ class _Guard:
         name = isinstance(optimizer, dict) and optimizer["class_name"]
         if name != "LossScaleOptimizer":
             return config
-        record = layer_methods.part(self._model, layer_methods.RULES)
+        record = replacing.part(self._model, replacing.RULES)
         guarded = Guarded(alone=record is None)
         saved = keras.saving.serialize_keras_object(guarded)
         return {**config, "guarded": saved}

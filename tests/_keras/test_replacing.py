@@ -1,11 +1,13 @@
-"""Methods of one layer that tfmix wraps, and users wrap, too."""
+"""What is replaced is listed and restored, and users wrap it, too."""
+
+import contextlib
 
 import keras
 import numpy as np
 import pytest
 
 import tfmix
-from tfmix._keras import layer_methods
+from tfmix._keras import replacing
 
 
 def wrap(layer, name):
@@ -72,14 +74,56 @@ class Doubling:
 def test_roles_wrap_in_one_order_and_leave_no_trace():
     layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
     x = np.ones((1, 2), "float32")
-    layer_methods.attach(layer, layer_methods.FALLBACK, Doubling())
+    replacing.attach(layer, replacing.FALLBACK, Doubling())
     assert float(layer(x)[0, 0]) == 4
-    layer_methods.attach(layer, layer_methods.EXACT, Doubling())
+    replacing.attach(layer, replacing.EXACT, Doubling())
     assert float(layer(x)[0, 0]) == 8
-    assert list(layer_methods.by_role(layer)) == ["exact", "fallback"]
-    inner = layer_methods.wrapped(layer, "call", layer_methods.FALLBACK)
+    assert list(replacing.by_role(layer)) == ["exact", "fallback"]
+    inner = replacing.wrapped(layer, "call", replacing.FALLBACK)
     assert float(inner(x)[0, 0]) == 4
-    for role in layer_methods.by_role(layer):
-        layer_methods.detach(layer, role)
+    for role in replacing.by_role(layer):
+        replacing.detach(layer, role)
     assert "call" not in vars(layer)
     assert float(layer(x)[0, 0]) == 2
+
+
+class Owner:
+    @staticmethod
+    def method():
+        return "theirs"
+
+    value = 1
+
+
+def ours(original):
+    return lambda: "ours"
+
+
+def test_a_place_is_listed_once_until_all_have_restored_it():
+    original, place = vars(Owner)["method"], (Owner, "method")
+    first, second = replacing.Replacements(), replacing.Replacements()
+    before = replacing.replaced()
+    other = (Owner, "value")
+    first.set({place: ours})
+    second.set({place: ours, other: lambda value: value + 1})
+    listed = replacing.replaced()
+    assert set(listed) - set(before) == {place, other}
+    assert listed.count(place) == 1
+    assert first.places() == [place]
+    assert (Owner.method(), Owner.value) == ("ours", 2)
+    second.set({})
+    assert Owner.method() == "ours"
+    first.set({})
+    assert replacing.replaced() == before
+    assert vars(Owner)["method"] is original
+    assert Owner.value == 1
+
+
+def test_a_swapped_attribute_comes_back_or_goes():
+    owner = Owner()
+    owner.value = 2
+    with contextlib.ExitStack() as undo:
+        replacing.swap(undo, owner, "value", 3)
+        replacing.swap(undo, owner, "other", 4)
+        assert (owner.value, owner.other) == (3, 4)
+    assert vars(owner) == {"value": 2}
