@@ -210,7 +210,7 @@ def test_strategies_that_cannot_skip_together_are_refused():
     )
     with strategy.scope():
         weight = keras.Variable(np.ones(1, "float32"))
-        optimizer = Wrapped("sgd")
+        optimizer = Wrapped("sgd", loss_scale=1.0)
         with pytest.raises(ValueError, match="CentralStorage"):
             optimizer.apply([weight.value], [weight])
 

@@ -4,6 +4,7 @@ It is replaced from the import of tfmix on, because copies and loaded files give
 you models with 16-bit layers while no policy is active.
 """
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -32,11 +33,16 @@ def stop_watching() -> None:
     _replacements.set({})
 
 
-def while_watched(original: Callable, *args: Any, **kwargs: Any) -> None:
+def while_watched(
+    model: keras.Model, original: Callable, *args: Any, **kwargs: Any
+) -> None:
     """Calls a model's `compile` while that of Keras is replaced."""
     # A record outlasts `set_global_policy("float32")`, which restores it.
     was_watching = bool(_replacements.places())
+    is_of_class = getattr(original, "__func__", None) is type(model).compile
     watch()
+    if is_of_class:
+        original = types.MethodType(type(model).compile, model)
     try:
         original(*args, **kwargs)
     finally:
@@ -54,8 +60,8 @@ def has_wrapped(model: keras.Model) -> bool:
     """Returns whether Keras has put its own loss scale around the optimizer."""
     saved = getattr(model, "_compile_config", None)
     given = None if saved is None else saved.config.get("optimizer")
-    is_kerass = type(model.optimizer) is keras.optimizers.LossScaleOptimizer
-    return is_kerass and model.optimizer.inner_optimizer is given
+    is_of_class = type(model.optimizer) is keras.optimizers.LossScaleOptimizer
+    return is_of_class and model.optimizer.inner_optimizer is given
 
 
 def save_argument(model: keras.Model, name: str, value: Any) -> None:

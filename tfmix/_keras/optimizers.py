@@ -215,6 +215,11 @@ def named(
     ]
 
 
+def keeps_averages(optimizer: Optimizer) -> bool:
+    """Returns whether an optimizer averages weights (`use_ema=True`)."""
+    return any(worker.use_ema for worker in workers(optimizer))
+
+
 def averages(optimizer: Optimizer) -> list[tuple[Any, Any]]:
     """Returns the variables that a built optimizer updates, with averages."""
     return [

@@ -121,7 +121,7 @@ class _MixedModel:
         model = self._model
         wrappers: dict[str, replacing.Wrapper] = {
             "call": self._call,
-            "compile": compile_method.while_watched,
+            "compile": functools.partial(compile_method.while_watched, model),
             "fit": self._fit,
             "evaluate": functools.partial(self._swapped, "evaluate"),
             "predict": functools.partial(self._swapped, "predict"),
@@ -191,8 +191,9 @@ class _MixedModel:
             for callback in training.callbacks(method, args, kwargs)
             if isinstance(callback, keras.callbacks.SwapEMAWeights)
         ]
-        owner = swapping and sixteen_bit_optimizer.owner(self._model.optimizer)
-        if not owner:
+        optimizer = getattr(self._model, "optimizer", None)
+        owner = swapping and sixteen_bit_optimizer.owner(optimizer)
+        if not owner or not optimizers.keeps_averages(owner):
             return original(*args, **kwargs)
         swaps = owner.swap_averages, owner.overwrite_averages
         with contextlib.ExitStack() as undo:

@@ -55,7 +55,8 @@ def drop_unsupported(config: dict) -> None:
 
 
 def check_replica_context() -> None:
-    """Refuses to apply gradients outside `strategy.run`."""
+    """Refuses a strategy that cannot skip, and steps outside of its `run`."""
+    check_strategy(tf.distribute.get_strategy())
     if tf.distribute.in_cross_replica_context():
         raise ValueError(
             "Gradients must be applied in a replica context. Call "
@@ -220,7 +221,6 @@ def _in_replica_of_many() -> bool:
     backend = keras.backend.backend()
     if backend != "tensorflow" or not tf.distribute.has_strategy():
         return False
-    check_strategy(tf.distribute.get_strategy())
     check_replica_context()
     return True
 
