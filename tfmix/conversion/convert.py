@@ -353,7 +353,7 @@ def convert_model(
 
     Raises:
         TypeError: If `model` is not a Keras 3 model, or cannot be copied.
-        ValueError: As for `apply_policy`.
+        ValueError: If the policy is unknown, or its dtype is not a float.
 
     Examples:
         >>> model = keras.Sequential(

@@ -58,7 +58,7 @@ def compile_for(
             It is copied. Defaults to `None`: the model's own, or Adam.
         loss: A Keras loss or its name. Defaults to `None`: the model's own,
             or the mean squared error.
-        policy: As for `apply_policy`, or a list of policies to compare;
+        policy: As for `convert_model`, or a list of policies to compare;
             `"auto"` is the policy for the target. Defaults to `None`: the
             model keeps its dtypes.
 

@@ -79,13 +79,13 @@ class LossScaleOptimizer(
     inner_attributes.DelegatesToInner,
     keras.optimizers.LossScaleOptimizer,
 ):
-    """Wraps any Keras optimizer with loss scaling that survives every fault.
+    """Wraps any Keras optimizer; skips steps that are not finite.
 
     A drop-in for `keras.optimizers.LossScaleOptimizer`. In each step the
     gradients are summed over all replicas, divided by the loss scale in
     float32 and checked. If every number of every gradient is finite, the
-    inner optimizer applies them; if not, no variable, slot, counter or
-    average changes on any replica, and the loss scale reacts.
+    inner optimizer applies them; if not, no weight, optimizer state or average
+    changes on any replica, the skip is counted, and the loss scale reacts.
 
     Losses of a Keras model under a tfmix policy need no scaling, because the
     model scales its gradients inside and returns them unscaled. An optimizer of
