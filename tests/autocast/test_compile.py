@@ -9,6 +9,7 @@ import tfmix
 from tests import helpers
 from tfmix.autocast import record as mixed_model
 from tfmix.ops import active_rules, stand_ins
+from tfmix.policy import policy as policies
 
 X = np.random.default_rng(3).normal(size=(16, 3)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
@@ -305,7 +306,7 @@ def test_rules_hold_for_a_users_own_compile_and_not_for_kerass():
     model = under(F16, Model, optimizers.serialize(Noting()))
     assert described(model.optimizer) == "Dynamic 32768 Noting"
     assert seen == {"own": stand_ins.installed(), "Keras's": frozenset()}
-    assert active_rules.SIXTEEN_BIT in seen["own"]
+    assert policies.SIXTEEN_BIT in seen["own"]
 
 
 @helpers.requires_backend("tensorflow")

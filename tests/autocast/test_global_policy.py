@@ -365,7 +365,7 @@ def test_without_a_policy_of_tfmix_kerass_policy_holds():
 
 def test_rules_come_and_go_with_the_policy():
     policy = Policy("mixed_float16", float32_ops=["tanh"])
-    rules = {"tanh", active_rules.SIXTEEN_BIT}
+    rules = {"tanh", policies.SIXTEEN_BIT}
     with state.policy_scope(policy):
         assert stand_ins.installed() == rules
     assert not stand_ins.installed()
@@ -418,7 +418,7 @@ def test_scopes_of_a_thread_may_end_in_any_order():
     second.__exit__(None, None, None)
     assert active_rules.of_caller() == set()
     state.set_global_policy("mixed_bfloat16")
-    assert active_rules.SIXTEEN_BIT in active_rules.of_caller()
+    assert policies.SIXTEEN_BIT in active_rules.of_caller()
 
 
 def test_a_decorated_function_runs_in_several_threads_at_a_time():

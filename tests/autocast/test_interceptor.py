@@ -26,7 +26,8 @@ from tfmix._keras import (
     replacing,
     training,
 )
-from tfmix.autocast import global_policy
+from tfmix.autocast import global_policy, replaced
+from tfmix.ops import stand_ins
 from tfmix.optimizers import sixteen_bit_optimizer
 
 
@@ -192,6 +193,14 @@ def test_a_scope_that_ends_in_an_error_leaves_only_the_watch(monkeypatch):
         with pytest.raises(ZeroDivisionError):
             global_policy.policy_scope("O2").__enter__()
     assert replacing.replaced() == [compile_method.PLACE]
+
+
+def test_a_policy_makes_no_replacement_before_it_is_called(monkeypatch):
+    made = []
+    noting = [method._replace(make=made.append) for method in replaced.METHODS]
+    monkeypatch.setattr(stand_ins, "_methods", noting)
+    global_policy.set_global_policy("mixed_float16")
+    assert not made
 
 
 def test_float32_ends_the_watch_and_the_next_policy_begins_it():

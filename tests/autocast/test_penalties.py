@@ -6,7 +6,8 @@ import pytest
 from keras import ops as kops
 
 from tests import helpers
-from tfmix.ops import active_rules, stand_ins
+from tfmix.ops import stand_ins
+from tfmix.policy import policy as policies
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +48,7 @@ def batch():
 @pytest.mark.parametrize("eager", [True, False])
 def test_penalties_and_a_compiled_loss_add_up_in_float32(eager):
     x, y = batch()
-    stand_ins.install([active_rules.SIXTEEN_BIT])
+    stand_ins.install([policies.SIXTEEN_BIT])
     model = penalised_model(eager)
     got = model.fit(x, y, batch_size=8, verbose=0).history["loss"][0]
     reference = penalised_model(eager, dtype="float32")
@@ -59,14 +60,14 @@ def test_penalties_and_a_compiled_loss_add_up_in_float32(eager):
 def test_a_penalty_outside_float16_is_finite_with_the_op_rules():
     if keras.backend.backend() != "tensorflow":
         pytest.skip("JAX arrays cannot carry the float32 value")
-    stand_ins.install([active_rules.SIXTEEN_BIT, "sum"])
+    stand_ins.install([policies.SIXTEEN_BIT, "sum"])
     layer = Penalised(dtype="float16")
     layer(np.ones((512, 512)))
     assert float(layer.losses[0]) == 262144.0
 
 
 def test_an_activity_regularizer_of_large_outputs_is_finite():
-    stand_ins.install([active_rules.SIXTEEN_BIT])
+    stand_ins.install([policies.SIXTEEN_BIT])
     layer = keras.layers.Activation(
         "linear", activity_regularizer="l2", dtype="float16"
     )
@@ -80,7 +81,7 @@ def test_an_activity_regularizer_of_large_outputs_is_finite():
 def test_a_block_without_them_computes_as_keras_does():
     regularizer = keras.regularizers.L2(1.0)
     large = kops.full((4,), 300.0, "float16")
-    stand_ins.install([active_rules.SIXTEEN_BIT])
+    stand_ins.install([policies.SIXTEEN_BIT])
     with stand_ins.block(()):
         assert np.isinf(float(regularizer(large)))
     assert float(regularizer(large)) == 360000.0

@@ -18,7 +18,6 @@ from tfmix._keras import (
     compilation,
     context_values,
     optimizers,
-    replacing,
     saved_models,
     training,
 )
@@ -159,17 +158,8 @@ _skips: weakref.WeakKeyDictionary[Any, Skips] = weakref.WeakKeyDictionary()
 _left_alone: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def places() -> list[replacing.Place]:
-    """Returns where optimizers that nothing has wrapped apply gradients."""
-    own = sixteen_bit_optimizer.SixteenBitOptimizer
-    return [
-        *replacing.definers(keras.optimizers.Optimizer, "apply"),
-        (own, "apply"),
-    ]
-
-
 def applying(original: Callable) -> Callable:
-    """Returns the replacement of an `apply` of `PLACES`."""
+    """Returns the `apply` of optimizers that nothing has wrapped."""
 
     @functools.wraps(original)
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:

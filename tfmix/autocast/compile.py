@@ -38,7 +38,7 @@ def compiling(original: Callable[..., None]) -> Callable[..., None]:
         if guarded is None or not guarded.alone:
             _adopt(self)
         is_ours = guarded or _has_record(self)
-        if is_ours or active_rules.SIXTEEN_BIT in active_rules.of_caller():
+        if is_ours or policies.SIXTEEN_BIT in active_rules.of_caller():
             _compile(self, method, args, kwargs)
         else:
             method(*args, **kwargs)

@@ -23,7 +23,7 @@ from tfmix._keras import (
 )
 from tfmix.autocast import compile as compiling
 from tfmix.autocast import new_layers, replaced
-from tfmix.ops import active_rules, stand_ins
+from tfmix.ops import stand_ins
 from tfmix.policy import policy as policies
 from tfmix.policy.devices import is_on_tpu
 
@@ -254,7 +254,7 @@ class _Scope:
 
     def open_rules(self) -> None:
         self._rules.close()
-        rules = active_rules.of_policy(self.choice.given)
+        rules = policies.rules_of(self.choice.given)
         self._rules.enter_context(stand_ins.block(rules))
 
     def close(self) -> None:
@@ -289,13 +289,12 @@ def _refresh() -> None:
     """Updates Keras for the active policies, under the lock."""
     latest = _open[-1].choice if _open else _base
     given = None if latest is None else latest.given
-    stand_ins.install(active_rules.of_policy(given))
+    stand_ins.install(policies.rules_of(given))
     bases = [] if _base is None else [_base]
     choices = [*bases, *(scope.choice for scope in _open)]
-    is_kerass = global_state.policy_name() != "float32"
     # A float32 scope only needs the hooks if Keras has another policy.
     if any(choice.given.name != "float32" for choice in choices) or (
-        _open and is_kerass
+        _open and global_state.policy_name() != "float32"
     ):
         _hook()
     else:

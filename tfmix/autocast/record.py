@@ -31,7 +31,7 @@ from tfmix.autocast import (
 from tfmix.float8 import chosen_layers
 from tfmix.gradient_scaling import heads, model_call, outermost
 from tfmix.loss_scaling import optimizer as scaling
-from tfmix.ops import active_rules, exact_values, stand_ins, tensors
+from tfmix.ops import exact_values, stand_ins, tensors
 from tfmix.optimizers import sixteen_bit_optimizer
 from tfmix.policy import policy as policies
 from tfmix.policy.devices import devices
@@ -112,7 +112,7 @@ class _MixedModel:
         self.level = ruled.level
         # The float8 layers are chosen later.
         self._float8 = ruled if ruled.is_float8 else None
-        self._rules = active_rules.of_policy(policy)
+        self._rules = policies.rules_of(policy)
         self._outputs = outermost.Outputs(model, self._under_rules)
         self.wrappers = self._wrappers()
 

@@ -5,8 +5,11 @@ while a 16-bit policy is active, and the methods below. `global_policy` replaces
 what says which policy a new layer gets, and `compile_method` Keras's `compile`.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
+
+import keras
 
 from tfmix._keras import (
     custom_vjp,
@@ -14,6 +17,7 @@ from tfmix._keras import (
     layers,
     op_places,
     penalties,
+    replacing,
 )
 from tfmix.autocast import bare_optimizers, fallback
 from tfmix.ops import (
@@ -24,6 +28,7 @@ from tfmix.ops import (
     weights,
 )
 from tfmix.ops.stand_ins import Method
+from tfmix.optimizers import sixteen_bit_optimizer
 
 
 def _recomputed(original: Callable) -> Any:
@@ -52,7 +57,16 @@ METHODS = (
     # Regularizers and added losses exceed float16.
     Method(penalties.PLACES, exact_values.with_float32_arguments),
     # A step whose gradients are not finite is skipped.
-    Method(bare_optimizers.places, bare_optimizers.applying),
+    Method(
+        functools.partial(
+            replacing.definers, keras.optimizers.Optimizer, "apply"
+        ),
+        bare_optimizers.applying,
+    ),
+    Method(
+        [(sixteen_bit_optimizer.SixteenBitOptimizer, "apply")],
+        bare_optimizers.applying,
+    ),
     # A user's gradient runs after the layer's call, under its settings.
     Method(recomputation.PLACES, _recomputed, always=True),
     # Gradients are scaled inside of a model, but not those of a user's.

@@ -30,7 +30,7 @@ from tfmix.float8 import chosen_layers
 from tfmix.gradient_scaling import outermost
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.loss_scaling import rules
-from tfmix.ops import active_rules, stand_ins
+from tfmix.ops import stand_ins
 from tfmix.policy import policy as policies
 
 # More rows would cost memory and show nothing new.
@@ -245,7 +245,7 @@ def _under_policy(
         conditions.enter_context(compilation.nothing_traced())
         conditions.enter_context(outermost.outputs_as_made())
         if isinstance(chosen, policies.Policy):
-            names = {*chosen.float32_ops, active_rules.SIXTEEN_BIT}
+            names = {*chosen.float32_ops, policies.SIXTEEN_BIT}
             conditions.enter_context(stand_ins.block(names))
         if chosen is not None:
             conditions.enter_context(fallback.fresh(model))

@@ -28,7 +28,7 @@ from tfmix._keras import (
     global_state,
     op_places,
 )
-from tfmix.ops import active_rules, exact_values, tensors
+from tfmix.ops import exact_values, tensors
 from tfmix.ops.exact_values import Exact, Known
 
 # A smaller number is one of a sum's last digits in bfloat16, and its powers in
@@ -36,7 +36,6 @@ from tfmix.ops.exact_values import Exact, Known
 _SMALL = 2.0**-6
 _NUMBERS = (int, float, np.integer, np.floating)
 _PLAIN = frozenset((str, bool, type(None), type(...), slice))
-_block = context_values.block.get
 _ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 
 
@@ -288,30 +287,6 @@ def computed(op: Function, args: tuple, kwargs: dict, is_ruled: bool) -> Any:
     """Computes an op: the function that all of them go through."""
     call = Call(op, args, kwargs, is_ruled)
     return usual(call) if op.row.way is None else op.row.way(call)
-
-
-def stand_in(original: Callable, name: str, op: Callable) -> Callable:
-    """Returns what replaces Keras's function of an op.
-
-    Args:
-        original: The function.
-        name: The name of the op, which a policy's rules may hold.
-        op: Returns the function with its row.
-    """
-
-    @functools.wraps(original)
-    def by_rules(*args: Any, **kwargs: Any) -> Any:
-        if local.inside:
-            return original(*args, **kwargs)
-        # This is `active_rules.of_caller`; nothing is called more often.
-        names = _block().rules
-        if names is None:
-            names = active_rules.installed.rules
-        if not names:
-            return original(*args, **kwargs)
-        return computed(op(), args, kwargs, name in names)
-
-    return by_rules
 
 
 def usual(call: Call) -> Any:

@@ -20,6 +20,7 @@ from tfmix._keras import (
     replacing,
 )
 from tfmix.ops import active_rules, compute, losses_from_logits, table
+from tfmix.policy import policy as policies
 
 Maker = Callable[[Any], Any]
 
@@ -36,10 +37,11 @@ class Method(NamedTuple):
 
     places: Sequence[replacing.Place] | Callable[[], Sequence]
     make: Maker
-    rule: str = active_rules.SIXTEEN_BIT
+    rule: str = policies.SIXTEEN_BIT
     always: bool = False
 
 
+_block = context_values.block.get
 # The methods that are replaced (`autocast.replaced`).
 _methods: list[Method] = []
 
@@ -136,8 +138,8 @@ def _refresh() -> None:
 def _makers_for(names: frozenset[str]) -> dict[replacing.Place, Maker]:
     """Returns what a set of rules replaces, with functions that make it."""
     makers: dict[replacing.Place, Maker] = {}
-    ops = set(names) - {active_rules.SIXTEEN_BIT}
-    if active_rules.SIXTEEN_BIT in names:
+    ops = set(names) - {policies.SIXTEEN_BIT}
+    if policies.SIXTEEN_BIT in names:
         ops |= set(table.OPS)
         for place, (name, is_reversed) in operators.PLACES.items():
             makers[place] = functools.partial(
@@ -164,25 +166,58 @@ def _of_op(original: Any, name: str, is_reversed: bool = False) -> Any:
         return op_places.copy_module(original, _of_op)
     if isinstance(original, staticmethod):
         return staticmethod(_of_op(original.__func__, name))
+    make: Maker
+    if name in losses_from_logits.ACTIVATIONS:
+        make = losses_from_logits.noting
+    elif name in losses_from_logits.LOSSES:
+        # It also holds where a loop computes the loss, outside of the rules.
+        make = losses_from_logits.recovering
+    else:
+        return _by_rules(original, name, is_reversed)
+    return _made_late(lambda: make(_by_rules(original, name)), original)
+
+
+def _by_rules(
+    original: Callable, name: str, is_reversed: bool = False
+) -> Callable:
     # Most of hundreds of ops are never called.
     op = functools.cache(
         functools.partial(table.function, original, name, is_reversed)
     )
-    computed = compute.stand_in(original, name, op)
-    if name in losses_from_logits.ACTIVATIONS:
-        return losses_from_logits.noting(computed)
-    if name in losses_from_logits.LOSSES:
-        # It also holds where a loop computes the loss, outside of the rules.
-        return losses_from_logits.recovering(computed)
+
+    @functools.wraps(original)
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        if compute.local.inside:
+            return original(*args, **kwargs)
+        # This is `active_rules.of_caller`; nothing is called more often.
+        names = _block().rules
+        if names is None:
+            names = active_rules.installed.rules
+        if not names:
+            return original(*args, **kwargs)
+        return compute.computed(op(), args, kwargs, name in names)
+
     return computed
+
+
+def _made_late(make: Callable, original: Callable) -> Callable:
+    """Returns a function that is made when it is first called."""
+    made = functools.cache(make)
+
+    @functools.wraps(original)
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        return made()(*args, **kwargs)
+
+    return stand_in
 
 
 def _of_method(original: Any, method: Method) -> Any:
     """Returns a method that is replaced for callers under its rule."""
-    if method.always:
-        return method.make(original)
     # Many of these are never called.
-    replaced = functools.cache(functools.partial(method.make, original))
+    make = functools.partial(method.make, original)
+    if method.always:
+        return _made_late(make, original)
+    replaced = functools.cache(make)
 
     @functools.wraps(original)
     def stand_in(*args: Any, **kwargs: Any) -> Any:

@@ -12,6 +12,8 @@ from tfmix.policy import float32_ops as op_rules
 from tfmix.policy import names
 from tfmix.policy.devices import auto_policy, is_on_tensorflows_cpu
 
+# Every 16-bit policy has this rule, in addition to its ops.
+SIXTEEN_BIT = "(16 bit)"
 _SETTINGS = (
     "float32_layers",
     "float32_ops",
@@ -329,3 +331,10 @@ def is_sixteen_bit(policy: keras.DTypePolicy) -> bool:
     if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
         parts += [policy[key] for key in policy]
     return any(part.compute_dtype in _formats.SIXTEEN_BIT for part in parts)
+
+
+def rules_of(policy: keras.DTypePolicy | None) -> frozenset[str]:
+    """Returns the rules of a policy; there are none without 16 bit."""
+    if policy is None or not is_sixteen_bit(policy):
+        return frozenset()
+    return frozenset({*with_rules(policy).float32_ops, SIXTEEN_BIT})
