@@ -102,6 +102,9 @@ FUNCTIONS = {
         "_swap_variables": "self",
         "_finalize_ema_values": "self",
     },
+    "keras.src.legacy.saving.saving_utils": {
+        "model_metadata": "model include_optimizer require_config",
+    },
     "keras.src.models.functional.Functional": {
         "call": "self inputs",
         "_run_through_graph": "self inputs operation_fn call_fn",

@@ -333,6 +333,23 @@ def test_apply_refuses_what_it_cannot_place():
     assert int(wrapped.apply_gradients(zip(grads, ours, strict=True))) == 2
 
 
+@helpers.requires_backend("jax")
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_a_layer_made_trainable_after_compile_says_what_to_do(policy, eager):
+    global_policy.set_global_policy(policy)
+    frozen = keras.layers.Dense(2, trainable=False)
+    layers = [keras.Input((3,)), frozen, keras.layers.Dense(1)]
+    model = keras.Sequential(layers)
+    model.compile("adam", "mse", run_eagerly=eager)
+    data = {"x": np.ones((4, 3)), "y": np.ones((4, 1)), "verbose": 0}
+    model.fit(**data)
+    frozen.trainable = True
+    message = "4 values for 2 variables.*call `model.compile` again"
+    with pytest.raises(ValueError, match=message):
+        model.fit(**data)
+
+
 def test_a_step_computes_without_the_rules_of_its_model(monkeypatch):
     global_policy.set_global_policy("mixed_float16")
     assert active_rules.of_caller()

@@ -4,15 +4,20 @@ It is replaced from the import of tfmix on, because copies and loaded files give
 you models with 16-bit layers while no policy is active.
 """
 
+import contextlib
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
 
 import keras
+from keras.src.legacy.saving import saving_utils
 
-from tfmix._keras import replacing, training
+from tfmix._keras import optimizers, replacing, training
 
 PLACE: replacing.Place = (training.TRAINER, "compile")
+# It describes a model for a file of the old format, `.h5`.
+OLD_FORMAT: replacing.Place = (saving_utils, "model_metadata")
 _replacements = replacing.Replacements()
 _makers: list[Callable] = []
 
@@ -69,3 +74,21 @@ def save_argument(model: keras.Model, name: str, value: Any) -> None:
     saved = getattr(model, "_compile_config", None)
     if saved is not None:
         saved.config[name] = value
+
+
+def naming_saved_optimizer(original: Callable) -> Callable:
+    """Returns what describes a model with the optimizer that its files name."""
+
+    @functools.wraps(original)
+    def model_metadata(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        compiled = getattr(model, "_compile_config", None)
+        saved = None if compiled is None else compiled.config.get("optimizer")
+        inside = [*optimizers.chain(getattr(model, "optimizer", None))][1:]
+        with contextlib.ExitStack() as undo:
+            if any(saved is inner for inner in inside):
+                replacing.swap(undo, model, "optimizer", saved)
+                # Keras takes it out.
+                undo.callback(save_argument, model, "optimizer", saved)
+            return original(model, *args, **kwargs)
+
+    return model_metadata

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 
 from tfmix._keras import (
+    compile_method,
     custom_vjp,
     gradients,
     layers,
@@ -75,6 +76,12 @@ METHODS = (
     Method(gradients.TAPE, _staying, always=True),
     # A graph that was traced without a tape has no border.
     Method(gradients.TRACE, gradients.traced_for_gradients, always=True),
+    # Files name the optimizer that `compile` got.
+    Method(
+        [compile_method.OLD_FORMAT],
+        compile_method.naming_saved_optimizer,
+        always=True,
+    ),
     # With dropout, attention layers do not call the op.
     Method(
         op_places.ATTENTION_METHODS,
