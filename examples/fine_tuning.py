@@ -3,7 +3,7 @@
 An LSTM learns in float32 to predict temperatures of the Pacific. It is cast to
 float16, with float32 masters, and fine-tuned on the growth of carbon dioxide
 in the air. That growth is a fraction of 0.003 a month: without the loss scale
-of 128, gradients would be too small for float16. Both data sets come with
+of 128, some gradients would be too small for float16. Both data sets come with
 statsmodels. It takes half a minute on a CPU.
 """
 
@@ -14,7 +14,7 @@ from statsmodels import datasets
 import tfmix
 
 POLICY = "float16"  # "float32" to compare with
-SCALE = 128.0  # 1.0 is no scale, and no learning
+SCALE = 128.0  # 1.0 is no scale, with which it learns less
 SEED = 0
 EPOCHS = 50
 MONTHS, FRAMES = 8, 16  # a frame is 8 months, a window 16 frames
