@@ -24,8 +24,6 @@ class Batch:
     loss: Any  # a function of `(y, outputs)`, or None
     # The notes say which data was left out.
     notes: tuple[str, ...] = ()
-    # A search for a policy makes many checks of a batch, which share a runner.
-    runner: programs.Runner = dataclasses.field(default_factory=programs.runner)
 
     def weights(self) -> list[Any]:
         """Returns the values of the trainable weights."""
@@ -66,7 +64,7 @@ class Batch:
                 added = [*map(ops.ones_like, scope.losses)]
                 return power.of(gradients, added, 1.0).up
 
-        return float(self.runner.run(measured, self.weights()))
+        return float(programs.run(measured, self.weights()))
 
     def _at(self, weights: Sequence[Any]) -> keras.StatelessScope:
         mapping = [*zip(self.model.trainable_variables, weights, strict=True)]

@@ -15,7 +15,14 @@ from tfmix import _formats
 from tfmix._keras import layers, variables
 from tfmix.conversion import planned_policies
 from tfmix.diagnostics import batch as batches
-from tfmix.diagnostics import differentiation, probe, ranges, runs, verdicts
+from tfmix.diagnostics import (
+    differentiation,
+    probe,
+    programs,
+    ranges,
+    runs,
+    verdicts,
+)
 from tfmix.loss_scaling import rules
 from tfmix.ops import tensors
 
@@ -71,20 +78,14 @@ def _find_scale(
     """
     first = float(rule.init()[0])
     judge = judge.at(first)
-    is_inside = _scales_inside(judge)
-    if is_inside and judge.truth is not None:
+    if _scales_inside(judge) and judge.truth is not None:
         # At its first value, the loss scale moves nothing inside a model.
-        judge = dataclasses.replace(judge, unit=judge.batch.power() / first)
+        power = judge.batch.power()
+        if len(judge.run.output_dtypes) > 1:
+            # Each head scales its own gradients, also those of a tiny loss.
+            power = max(power, _room(judge))
+        judge = dataclasses.replace(judge, unit=power / first)
     findings = _judge_all(judge, show)
-    has_heads = is_inside and len(judge.run.output_dtypes) > 1
-    if has_heads and any(
-        finding.verdict == verdicts.UNDERFLOW
-        for finding in _sound_gradients(findings)
-    ):
-        # Each head scales its own gradients, also those of a tiny loss.
-        more = max(_room(judge) / first, 1.0)
-        judge = dataclasses.replace(judge, unit=judge.unit * more)
-        findings = _judge_all(judge, show)
     # A dynamic loss scale falls for as long as gradients overflow.
     while any(finding.gap.lost for finding in _sound_gradients(findings)):
         wanted = min(_room(judge), judge.loss_scale / 16.0)
@@ -207,7 +208,7 @@ def _judge_loss(judge: runs.Judge, outputs: Any, order: int) -> _Findings:
         gradient = back([one * ops.cast(scale, one.dtype)])
         return value, right, gradient, right_back([ops.ones_like(right[0])])
 
-    value, right, gradient, right_gradient = batch.runner.run(
+    value, right, gradient, right_gradient = programs.run(
         both, near, exact, np.float32(judge.scale)
     )
     forward = ranges.gap(value, right, limits)

@@ -1,7 +1,6 @@
-"""Compiles functions of tensors; on JAX, equal functions only once."""
+"""Compiles functions of tensors."""
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -21,67 +20,23 @@ _OPTIONS: dict[str, bool | int] = {
 }
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Runner:
-    """Runs functions of tensors, compiled or op by op."""
+def run(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function of nests of tensors, compiled if JAX is on a CPU.
 
-    compiles: bool
-    # The key describes the computation. It contains the ids of constants, so
-    # each entry keeps the traced function, and with it the constants, alive.
-    _cache: dict[Any, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
-
-    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls a function that takes and returns nests of tensors."""
-        if not self.compiles:
-            return function(*arguments)
-        import jax
-
-        # The scope keeps values of new variables out of the trace. NumPy casts
-        # constants, and must not warn: the check finds overflows by itself.
-        with keras.StatelessScope(), np.errstate(over="ignore"):
-            trace = jax.make_jaxpr(function, return_shape=True)
-            traced, form = trace(*arguments)
-        inputs = [*traced.consts, *jax.tree.leaves(arguments)]
-
-        def replay(inputs: list[Any]) -> list[Any]:
-            count = len(traced.consts)
-            return jax.core.eval_jaxpr(
-                traced.jaxpr, inputs[:count], *inputs[count:]
-            )
-
-        types = tuple(map(jax.typeof, inputs))
-        key = str(traced.jaxpr), types, tuple(_constants(traced.jaxpr))
-        if key not in self._cache:
-            # Functions with the same key must accept the same inputs.
-            lowered = jax.jit(replay, keep_unused=True).lower(inputs)
-            self._cache[key] = lowered.compile(_OPTIONS), traced
-        outputs = self._cache[key][0](inputs)
-        return jax.tree.unflatten(jax.tree.structure(form), outputs)
-
-
-def _constants(jaxpr: Any) -> Iterator[int]:
-    """Yields the ids of arrays in a jaxpr, which its text leaves out."""
-    import jax
-
-    for equation in jaxpr.eqns:
-        for inner in jax.tree.leaves([*equation.params.values()]):
-            if isinstance(inner, jax.extend.core.ClosedJaxpr):
-                yield from map(id, inner.consts)
-                yield from _constants(inner.jaxpr)
-            elif isinstance(inner, jax.extend.core.Jaxpr):
-                yield from _constants(inner)
-
-
-def runner() -> Runner:
-    """Returns a runner, which compiles if JAX computes on a CPU.
-
-    On a GPU or TPU, compiled functions were not compared with single ops.
+    There, single ops would take longer. On a GPU or TPU, compiled functions
+    were not compared with single ops.
     """
     if keras.backend.backend() != "jax":
-        return Runner(compiles=False)
+        return function(*arguments)
     import jax
 
-    return Runner(compiles=jax.default_backend() == "cpu")
+    if jax.default_backend() != "cpu":
+        return function(*arguments)
+    # The scope keeps values of new variables out of the trace. NumPy casts
+    # constants, and must not warn: the check finds overflows by itself.
+    with keras.StatelessScope(), np.errstate(over="ignore"):
+        lowered = jax.jit(function).lower(*arguments)
+    return lowered.compile(_OPTIONS)(*arguments)
 
 
 def compiled(function: Callable[..., Any], xla: bool | None = None) -> Any:

@@ -14,7 +14,7 @@ from tfmix._keras import compilation, graphs, layers
 from tfmix.autocast import fallback
 from tfmix.conversion import planned_policies
 from tfmix.diagnostics import batch as batches
-from tfmix.diagnostics import differentiation, probe, ranges
+from tfmix.diagnostics import differentiation, probe, programs, ranges
 
 Key = tuple[int, int]
 # A list of tensors in 16 bit, and the same tensors in float32.
@@ -96,7 +96,7 @@ def sixteen_bit(
         return fits
 
     with graphs.policies(planned):
-        fits = batch.runner.run(forward, batch.weights())
+        fits = programs.run(forward, batch.weights())
         rounded = {key: [*map(bool, each)] for key, each in fits.items()}
         ran = {layer: layers.own_policy(layer) for layer in planned}
         fallbacks = fallback.reasons(batch.model)
@@ -136,7 +136,7 @@ def truth(
         return back([ops.ones_like(loss)])
 
     with in_float32(batch.model):
-        gradients = batch.runner.run(gradients_at, batch.weights())
+        gradients = programs.run(gradients_at, batch.weights())
     return Truth(*_split(gradients, signatures))
 
 
@@ -212,7 +212,7 @@ class Judge:
             return self._both_ways(call, *tensors)
 
         scale = np.float32(self.scale)
-        pairs: list[Pair] = self.batch.runner.run(
+        pairs: list[Pair] = programs.run(
             both, call.tensors, values, gradients, scale
         )
         return pairs
