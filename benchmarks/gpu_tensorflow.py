@@ -72,9 +72,9 @@ def _for_gpu(library: str) -> contextlib.AbstractContextManager[None]:
     """Makes tfmix trace for an NVIDIA GPU, which need not be here."""
     if library != "tfmix":
         return contextlib.nullcontext()
-    from tfmix._keras import compilation
+    from tfmix._keras import tracing
 
-    return compilation.compiled_for("cuda")
+    return tracing.compiled_for("cuda")
 
 
 class Program:

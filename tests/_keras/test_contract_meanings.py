@@ -11,9 +11,9 @@ from tests._keras.contracts import jax_only, tensorflow_only, with_metrics
 from tfmix._keras import (
     custom_vjp,
     global_state,
-    gradients,
     layers,
     optimizers,
+    tapes,
     training,
 )
 
@@ -101,7 +101,7 @@ def test_a_custom_gradient_lives_no_longer_than_its_graph():
         def slope(x):
             with tf.GradientTape() as tape:
                 tape.watch(x)
-                (y,) = gradients.replaced([x * 2.0], [x], [], tripled, tripled)
+                (y,) = tapes.replaced([x * 2.0], [x], [], tripled, tripled)
             return tape.gradient(y, x)
 
         return float(slope(tf.constant(1.0)))
@@ -121,7 +121,7 @@ def test_a_gradient_function_of_one_operation_is_not_in_its_graph():
     @tf.function
     def function(x):
         y = tf.tanh(x)
-        gradients.when_asked(y, lambda: asked.append(y.op.node_def))
+        tapes.when_asked(y, lambda: asked.append(y.op.node_def))
         return y
 
     x = tf.constant(0.0)

@@ -5,7 +5,7 @@ import threading
 import keras
 import pytest
 
-from tfmix._keras import compilation
+from tfmix._keras import tracing
 
 pytestmark = pytest.mark.skipif(
     keras.backend.backend() != "tensorflow", reason="TensorFlow's functions"
@@ -35,8 +35,8 @@ def in_thread(function):
 
 
 def test_a_block_inside_a_block_ends_neither(is_eager):
-    with compilation.nothing_traced():
-        with compilation.nothing_traced():
+    with tracing.nothing_traced():
+        with tracing.nothing_traced():
             assert is_eager()
         assert is_eager()
     assert not is_eager()
@@ -47,14 +47,14 @@ def test_blocks_of_two_threads_end_separately(is_eager):
     found = []
 
     def other():
-        with compilation.nothing_traced():
+        with tracing.nothing_traced():
             both.wait(60)
             over.wait(60)
             found.append(is_eager())
 
     thread = threading.Thread(target=other)
     thread.start()
-    with compilation.nothing_traced():
+    with tracing.nothing_traced():
         both.wait(60)
     assert not is_eager()
     over.set()
@@ -67,16 +67,16 @@ def test_tensorflows_own_property_is_restored_after_an_error():
     import tensorflow as tf
 
     owner = type(tf.function(lambda: None))
-    before = vars(owner)[compilation._RUNS_EAGERLY]
+    before = vars(owner)[tracing._RUNS_EAGERLY]
 
     def failing():
-        with compilation.nothing_traced():
-            assert vars(owner)[compilation._RUNS_EAGERLY] is not before
+        with tracing.nothing_traced():
+            assert vars(owner)[tracing._RUNS_EAGERLY] is not before
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         failing()
-    assert vars(owner)[compilation._RUNS_EAGERLY] is before
+    assert vars(owner)[tracing._RUNS_EAGERLY] is before
 
 
 def test_a_user_who_asked_for_eager_functions_keeps_them(is_eager):
@@ -84,7 +84,7 @@ def test_a_user_who_asked_for_eager_functions_keeps_them(is_eager):
 
     tf.config.run_functions_eagerly(True)
     try:
-        with compilation.nothing_traced():
+        with tracing.nothing_traced():
             assert in_thread(is_eager)
         assert is_eager()
     finally:

@@ -20,10 +20,10 @@ from tfmix._keras import (
     compile_method,
     custom_vjp,
     global_state,
-    gradients,
     op_places,
     operators,
     replacing,
+    tapes,
     training,
 )
 from tfmix.autocast import global_policy, replaced
@@ -51,9 +51,9 @@ class Comparison:
             owner
             for owner, _ in (
                 *custom_vjp.PLACES,
-                *gradients.CUSTOM,
-                *gradients.TAPE,
-                *gradients.TRACE,
+                *tapes.CUSTOM,
+                *tapes.TAPE,
+                *tapes.TRACE,
                 *operators.PLACES,
             )
         )

@@ -13,7 +13,7 @@ pytestmark = helpers.requires_backend("tensorflow")
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 
-    from tfmix._keras import gradients
+    from tfmix._keras import tapes
 
 X = np.random.default_rng(0).normal(size=(64, 16)).astype("float32")
 Y = np.random.default_rng(1).normal(3.0, size=(64, 1)).astype("float32")
@@ -82,7 +82,7 @@ def test_each_way_to_call_a_function_has_one_trace():
 
     @tf.function
     def function(x):
-        traces.append(gradients.may_be_asked())
+        traces.append(tapes.may_be_asked())
         return model(x)
 
     for _ in range(2):

@@ -9,7 +9,8 @@ import pytest
 from keras import ops as kops
 
 from tests import helpers
-from tfmix._keras import compilation, layers, op_places
+from tfmix._keras import op_places, tracing
+from tfmix._keras import variables as keras_variables
 from tfmix.autocast.global_policy import policy_scope
 from tfmix.ops import stand_ins
 from tfmix.policy import float32_ops
@@ -192,7 +193,7 @@ def test_attention_of_large_queries_is_finite(
 
     run()
     stand_ins.install(["dot_product_attention"])
-    with compilation.compiled_for(platform):
+    with tracing.compiled_for(platform):
         results = run()
     for tensor_ in results:
         assert helpers.dtype_of(tensor_) == "float16"
@@ -217,7 +218,7 @@ def test_attention_multiplies_16_bit_factors_on_a_gpu(policy):
         *[kops.cast(x, "float32") for x in factors]
     )
     attend = tf.function(lambda *factors: kops.dot_product_attention(*factors))
-    with policy_scope(policy), compilation.compiled_for("cuda"):
+    with policy_scope(policy), tracing.compiled_for("cuda"):
         graph = attend.get_concrete_function(*factors).graph
         found = attend(*factors)
     products = [op for op in graph.get_operations() if op.type == "Einsum"]
@@ -233,7 +234,7 @@ def test_numpy_arrays_and_variables_are_covered():
     assert float(kops.sum(array)) == 12288.0
     variable = keras.Variable(array, dtype="float16")
     assert float(kops.sum(variable)) == 12288.0
-    with layers.autocast("float16"):
+    with keras_variables.autocast("float16"):
         weight = keras.Variable(np.full(4096, 3.0), dtype="float32")
         result = kops.sum(weight)
     assert helpers.dtype_of(result) == "float16"

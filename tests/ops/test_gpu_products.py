@@ -11,7 +11,7 @@ from keras import layers
 import tfmix
 from tests import helpers
 from tests.ops import test_weight_gradients as weights
-from tfmix._keras import compilation
+from tfmix._keras import tracing
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
@@ -80,7 +80,7 @@ def step(name, policy):
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_a_gpu_multiplies_16_bit_factors(name, policy):
-    with compilation.compiled_for("cuda"):
+    with tracing.compiled_for("cuda"):
         found = product_dtypes(step(name, policy).graph)
     assert set(found) == {policy.removeprefix("mixed_")}
 
@@ -90,7 +90,7 @@ def test_a_gpu_multiplies_16_bit_factors(name, policy):
     ("name", "products", "biases"), [("lstm", 5, 1), ("conv_lstm", 20, 4)]
 )
 def test_a_loop_computes_each_gradient_once(name, products, biases):
-    with compilation.compiled_for("cuda"):
+    with tracing.compiled_for("cuda"):
         graph = step(name, "mixed_float16").graph
     found = types(graph)
     of_kernels = sum(product_dtypes(graph).values())
@@ -107,7 +107,7 @@ def test_a_power_of_two_is_multiplied_once(rows):
     model = keras.Sequential([keras.Input((80,)), *stack])
     gradients = gradients_of(model)
     signature = tf.TensorSpec((rows, 80))
-    with compilation.compiled_for("cuda"):
+    with tracing.compiled_for("cuda"):
         graph = gradients.get_concrete_function(signature).graph
         found = gradients(tf.ones((4, 80)))
     for output in graph.outputs:
@@ -132,7 +132,7 @@ def test_small_gradients_leave_together_and_say_why():
     stack = [layers.Dense(4) for _ in range(3)]
     model = keras.Sequential([keras.Input((4,)), *stack])
     gradients, x = gradients_of(model), tf.ones((8, 4))
-    with compilation.compiled_for("cuda"):
+    with tracing.compiled_for("cuda"):
         graph = gradients.get_concrete_function(x, x).graph
         fine = gradients(x, x)
         bad = gradients(x, x * math.nan)
@@ -165,7 +165,7 @@ def summed(x, upstream):
             (x * upstream).sum(0).astype(narrow.dtype.as_numpy_dtype)
         )
 
-    with compilation.compiled_for("cuda"):
+    with tracing.compiled_for("cuda"):
         found = tensorflow_products._summed(
             product,
             [tf.constant(x), tf.constant(upstream), tf.constant(x[0])],
@@ -256,7 +256,7 @@ def test_the_gradient_of_a_bias_is_summed_in_float32(op, policy):
         return tape.gradient(value, layer.b.value, upstream)
 
     x = tf.zeros((1024, 2, 3))
-    with compilation.compiled_for("cuda"):
+    with tracing.compiled_for("cuda"):
         graph = gradient.get_concrete_function(x).graph
         found = gradient(x)
     sign = -1 if op is keras.ops.subtract else 1

@@ -10,7 +10,7 @@ from keras import layers, ops
 
 import tfmix
 from tests import helpers, steps
-from tfmix._keras import compilation
+from tfmix._keras import tracing
 from tfmix.ops import exact_values, weights
 
 ON_JAX = keras.backend.backend() == "jax"
@@ -183,7 +183,7 @@ def gradients(policy, name, way, weights=None):
 
 
 def traced(way):
-    for_gpu = compilation.compiled_for("cuda")
+    for_gpu = tracing.compiled_for("cuda")
     return for_gpu if "gpu" in way else contextlib.nullcontext()
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies
 from keras import ops
 
 from tests import steps
-from tfmix._keras import compilation
+from tfmix._keras import kernels
 from tfmix.optimizers import bits
 
 
@@ -52,8 +52,8 @@ def test_the_upper_half_is_the_nearest_bfloat16():
     upper, _ = bits.split(value)
     nearest = ops.cast(value, "bfloat16")
     np.testing.assert_array_equal(
-        ops.convert_to_numpy(compilation.bitcast(upper, "uint16")),
-        ops.convert_to_numpy(compilation.bitcast(nearest, "uint16")),
+        ops.convert_to_numpy(kernels.bitcast(upper, "uint16")),
+        ops.convert_to_numpy(kernels.bitcast(nearest, "uint16")),
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import compilation, replacing
+from tfmix._keras import replacing, tracing
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
@@ -54,7 +54,7 @@ def listen(listener: Listener) -> None:
 
 def is_compiling() -> bool:
     """Returns whether the running code is traced rather than computed."""
-    return bool(compilation.trace() != compilation.EAGER)
+    return bool(tracing.trace() != tracing.EAGER)
 
 
 def is_in_step() -> bool:
@@ -146,7 +146,7 @@ def ask(tell: Callable[[Any], Any], values: Any) -> None:
     the host. A body of a loop or a branch cannot return them.
     """
     trace, answers = getattr(_asking, "now", _NOTHING)
-    if trace == compilation.trace():
+    if trace == tracing.trace():
         answers[len(_tells)] = values
         _tells.append(tell)
 
@@ -165,7 +165,7 @@ def _with_answers(function: Callable) -> Callable:
     def with_answers(*args: Any, **kwargs: Any) -> tuple[Any, dict]:
         before = getattr(_asking, "now", _NOTHING)
         answers: dict[int, Any] = {}
-        _asking.now = compilation.trace(), answers
+        _asking.now = tracing.trace(), answers
         try:
             outputs = function(*args, **kwargs)
         finally:
@@ -189,7 +189,7 @@ class Jitted:
         outputs, answers = self._asked(*args, **kwargs)
         for key, values in answers.items():
             # Inside another compiled function the values are not known yet.
-            is_inside = any(map(compilation.is_symbolic, values))
+            is_inside = any(map(tracing.is_symbolic, values))
             (ask if is_inside else _tell)(_tells[key], values)
         return outputs
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -10,17 +9,12 @@ import keras
 from keras.src.backend.common import (
     masking,
     name_scope,
-    variables,
 )
 from keras.src.models import functional
 
 from tfmix import _formats
 from tfmix._keras import global_state, version
 
-# It casts each variable that a layer reads.
-AUTOCAST = (variables.Variable, "_maybe_autocast")
-# Layers write to their variables with this method.
-ASSIGN = (variables.Variable, "assign")
 # This method runs the time steps of a recurrent layer.
 LOOP = (keras.layers.RNN, "inner_loop")
 # The base class of preprocessing layers; its name changed after Keras 3.12.
@@ -213,38 +207,6 @@ def owns_random_numbers(layer: Any) -> bool:
     """Returns whether a layer, or a Keras layer in it, draws random numbers."""
     parts = flat_layers(layer) if is_builtin(layer) else [layer]
     return any(getattr(part, "_seed_generators", None) for part in parts)
-
-
-def autocast(dtype: str | None) -> Any:
-    """Returns a scope in which variables are read in a dtype."""
-    return variables.AutocastScope(dtype)
-
-
-def casts_to_16_bit(variable: keras.Variable) -> bool:
-    """Returns whether a read casts a float32 variable for a 16-bit layer."""
-    scope = variables.get_autocast_scope()
-    return (
-        scope is not None
-        and scope.dtype in _formats.SIXTEEN_BIT
-        and bool(variable._autocast)
-        and variable._dtype == "float32"
-    )
-
-
-def reading(original: Callable, copied: Callable) -> Callable:
-    """Returns what reads a variable, by `copied` where a read casts it.
-
-    Args:
-        original: Keras's function of `AUTOCAST`.
-        copied: Takes a variable and its value; returns the 16-bit copy.
-    """
-
-    @functools.wraps(original)
-    def maybe_cast(self: Any, value: Any) -> Any:
-        read = copied if casts_to_16_bit(self) else original
-        return read(self, value)
-
-    return maybe_cast
 
 
 def kernel_of(layer: Any) -> keras.Variable | None:

@@ -5,23 +5,39 @@ slots by `_unique_id`.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 from keras import ops
+from keras.src.backend.common import variables as backend_variables
 
 from tfmix import _formats
 from tfmix._keras import (
-    compilation,
     global_state,
+    kernels,
     optimizers,
     replacing,
+    tracing,
     version,
 )
 
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
+else:
+    import jax
+
 Variables = Sequence[keras.Variable]
+# It casts each variable that a layer reads.
+AUTOCAST = (backend_variables.Variable, "_maybe_autocast")
+# Layers write to their variables with this method.
+ASSIGN = (backend_variables.Variable, "assign")
+# These operations take a variable's handle and do not change the variable.
+_READS = frozenset(
+    "ReadVariableOp ResourceGather VarIsInitializedOp VariableShape".split()
+)
 
 
 def is_narrow(tensor: Any) -> bool:
@@ -113,11 +129,6 @@ def local(variable: Any) -> Any:
     return variable._get() if distributed else variable
 
 
-def read(value: Any) -> Any:
-    """Returns the value of a `tf.Variable`, and anything else unchanged."""
-    return value.value() if hasattr(value, "read_value") else value
-
-
 @contextlib.contextmanager
 def only_if(condition: Any, variables: Iterable) -> Iterator[None]:
     """Makes assignments to some variables depend on a condition (JAX).
@@ -150,9 +161,9 @@ class _Selecting(keras.StatelessScope):
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         """Receives what `keras.Variable.assign` was given."""
         variable, new = update
-        old = compilation.read(variable)
+        old = read(variable)
         if id(variable) in self.chosen and new is not old:
-            new = compilation.selected(self.condition, new, old)
+            new = kernels.selected(self.condition, new, old)
         super().add_update((variable, new))
 
 
@@ -323,3 +334,145 @@ class Float32View(keras.Variable):
         # Optimizers find a variable's slots under this key. They also pass one
         # replica's copy, or ask while slots are created.
         return optimizers.key(self.stored)
+
+
+def backend_variable(variable: Any) -> Any:
+    """Returns the `tf.Variable` of a Keras variable, or the one given."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def unwrap(value: Any) -> Any:
+    """Returns the value of a `tf.Variable`, and anything else unchanged."""
+    return value.value() if hasattr(value, "read_value") else value
+
+
+def read(variable: Any) -> Any:
+    """Returns a variable's current value, as a tensor that does not change."""
+    value = backend_variable(variable)
+    if keras.backend.backend() != "tensorflow" or isinstance(value, tf.Tensor):
+        return value
+    return tf.convert_to_tensor(value)
+
+
+def host_value(variable: Any) -> np.ndarray:
+    """Returns the value of a host-readable variable or tensor."""
+    # NumPy 2 warns about the conversion that TensorFlow's variables offer.
+    value = backend_variable(variable)
+    return np.asarray(value.numpy() if hasattr(value, "numpy") else value)
+
+
+def is_host_readable(variable: keras.Variable) -> bool:
+    """Returns whether NumPy can read the variable here, each time anew."""
+    if keras.backend.backend() == "jax":
+        known = not tracing.is_symbolic(variable.value)
+        return known and not becomes_constant(variable)
+    return bool(tf.executing_eagerly())
+
+
+def number_or_value(variable: keras.Variable) -> Any:
+    """Returns a NumPy number for a variable of an eager step (TensorFlow)."""
+    if keras.backend.backend() != "tensorflow":
+        return variable.value
+    is_eager = tf.executing_eagerly() and not tf.distribute.has_strategy()
+    if is_eager and global_state.open_scope() is None:
+        return host_value(variable)[()]
+    return variable.value
+
+
+def value_outside(variable: keras.Variable) -> np.ndarray | None:
+    """Returns a variable's value outside any trace, None if it has none."""
+    if keras.backend.backend() == "jax":
+        # A step of `fit` takes the values out, or lets XLA overwrite them.
+        value = variable._value
+        is_gone = value is None or getattr(value, "is_deleted", bool)()
+        return None if is_gone else np.asarray(value)
+    with tf.init_scope():
+        inner = backend_variable(variable)
+        if not (tf.executing_eagerly() and inner.is_initialized()):
+            return None
+        return np.asarray(inner.numpy())
+
+
+def becomes_constant(variable: keras.Variable) -> bool:
+    """Returns whether JAX is compiling and would fix the variable's value."""
+    if keras.backend.backend() != "jax":
+        return False
+    scope = global_state.open_scope()
+    if scope is not None and scope.get_current_value(variable) is not None:
+        return False
+    # JAX makes a tracer out of a constant only while it compiles.
+    return tracing.is_symbolic(jax.numpy.zeros(())) and not tracing.is_symbolic(
+        variable.value
+    )
+
+
+def may_be_written(variable: Any) -> bool:
+    """Returns whether the code traced so far may change a variable."""
+    graph = tf.compat.v1.get_default_graph()
+    if tf.executing_eagerly() or not hasattr(graph, "capture"):
+        return True
+    users = graph.capture(backend_variable(variable).handle).consumers()
+    return any(user.type not in _READS for user in users)
+
+
+def outside_of_tracing(
+    variables: Sequence,
+) -> contextlib.AbstractContextManager:
+    """Creates variables outside the function that TensorFlow traces."""
+    # A first value that is read from the model would become part of the step,
+    # which XLA refuses.
+    if keras.backend.backend() != "tensorflow":
+        return contextlib.nullcontext()
+    if not tf.inside_function() or tf.distribute.has_strategy():
+        return contextlib.nullcontext()
+    with tf.init_scope():
+        ready = tf.executing_eagerly() and all(
+            bool(backend_variable(variable).is_initialized())
+            for variable in variables
+        )
+    return _lifted() if ready else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _lifted() -> Iterator[None]:
+    """Creates variables as eager code does, within a traced function."""
+
+    def create(following: Callable, **kwargs: Any) -> Any:
+        # A function that lifts variables itself is traced a second time.
+        kwargs["experimental_enable_variable_lifting"] = False
+        return following(**kwargs)
+
+    with tf.init_scope(), tf.variable_creator_scope(create):
+        yield
+
+
+def autocast(dtype: str | None) -> Any:
+    """Returns a scope in which variables are read in a dtype."""
+    return backend_variables.AutocastScope(dtype)
+
+
+def casts_to_16_bit(variable: keras.Variable) -> bool:
+    """Returns whether a read casts a float32 variable for a 16-bit layer."""
+    scope = backend_variables.get_autocast_scope()
+    return (
+        scope is not None
+        and scope.dtype in _formats.SIXTEEN_BIT
+        and bool(variable._autocast)
+        and variable._dtype == "float32"
+    )
+
+
+def reading(original: Callable, copied: Callable) -> Callable:
+    """Returns what reads a variable, by `copied` where a read casts it.
+
+    Args:
+        original: Keras's function of `AUTOCAST`.
+        copied: Takes a variable and its value; returns the 16-bit copy.
+    """
+
+    @functools.wraps(original)
+    def maybe_cast(self: Any, value: Any) -> Any:
+        read = copied if casts_to_16_bit(self) else original
+        return read(self, value)
+
+    return maybe_cast

@@ -21,11 +21,12 @@ import keras
 import numpy as np
 
 from tfmix._keras import (
-    compilation,
     compiled_calls,
     optimizers,
     replacing,
+    tracing,
 )
+from tfmix._keras import variables as keras_variables
 from tfmix._run import verdict
 from tfmix.autocast import bare_optimizers
 from tfmix.loss_scaling import optimizer as scaling
@@ -47,7 +48,7 @@ class Counter:
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._iterations = optimizers.applies(optimizer)
-        self._start = compilation.value_outside(self._iterations)
+        self._start = keras_variables.value_outside(self._iterations)
         # A variable, or the counter of an unwrapped optimizer.
         self._skips: Any = None
         self.calls, self.eager, self.in_a_step = 0, 0, 1
@@ -66,7 +67,7 @@ class Counter:
 
     def applied(self) -> int:
         """Returns how often step functions applied it, with skipped steps."""
-        now = compilation.value_outside(self._iterations)
+        now = keras_variables.value_outside(self._iterations)
         if now is None or self._start is None:
             return self.calls
         counted = int(now - self._start) + (self.skipped() or 0) - self.eager
@@ -79,7 +80,7 @@ class Counter:
             return None
         if not isinstance(self._skips, keras.Variable):
             return int(self._skips.skipped_steps)
-        skipped = compilation.value_outside(self._skips)
+        skipped = keras_variables.value_outside(self._skips)
         return None if skipped is None else int(skipped)
 
     def note_overflow(self) -> None:
@@ -301,7 +302,7 @@ class Steps:
         return max(self.groups, key=Group.steps_timed, default=None)
 
     def _applying(self, original: Callable) -> Callable:
-        @compilation.untouched
+        @tracing.untouched
         @functools.wraps(original)
         def apply(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             if getattr(self._inside, "apply", False):
@@ -383,4 +384,4 @@ def _loss(outputs: Any) -> Any:
 def _number(loss: Any) -> float | None:
     if hasattr(loss, "has_value"):
         loss = _loss(loss.get_value()) if loss.has_value() else None
-    return None if loss is None else float(compilation.host_value(loss))
+    return None if loss is None else float(keras_variables.host_value(loss))

@@ -15,10 +15,9 @@ from keras import ops
 
 from tfmix import _arguments, _messages
 from tfmix._keras import (
-    compilation,
     context_values,
+    files,
     optimizers,
-    saved_models,
     training,
 )
 from tfmix._keras import variables as keras_variables
@@ -58,7 +57,7 @@ class Skips:
             self._counts = keras.Variable(
                 self._counts, dtype="int32", trainable=False
             )
-            saved_models.save_with(optimizer, self._counts)
+            files.save_with(optimizer, self._counts)
         # What compiled steps have reported, and nobody has read (JAX).
         self._reported: list[tuple] = []
 
@@ -119,7 +118,7 @@ class Skips:
         return ops.where(ended, 0, ops.add(self._counts, flags))
 
     def _add(self, applied: Any, bad: Any) -> None:
-        counts = np.array(compilation.host_value(self._counts))
+        counts = np.array(keras_variables.host_value(self._counts))
         counts[1] *= not applied
         counts += np.concatenate([[not applied] * 2, np.asarray(bad)])
         if _ON_TENSORFLOW:
@@ -130,7 +129,7 @@ class Skips:
     def _host_counts(self) -> np.ndarray:
         while self._reported:
             self._add(*self._reported.pop(0))
-        return compilation.host_value(self._counts)
+        return keras_variables.host_value(self._counts)
 
 
 def _ask_nobody(tell: Callable[[Any], None], values: Any) -> None:

@@ -14,11 +14,11 @@ import keras
 
 from tfmix import _messages
 from tfmix._keras import (
-    compilation,
     global_state,
     graphs,
     layers,
     replacing,
+    tracing,
 )
 from tfmix._keras import variables as keras_variables
 from tfmix.ops import exact_values, tensors
@@ -99,7 +99,7 @@ def _use_converter(layer: keras.Layer, convert: Callable) -> None:
 
 
 def _remember(original: Callable, x: Any, autocast: bool, dtype: str) -> Any:
-    x = keras_variables.read(x)
+    x = keras_variables.unwrap(x)
     tensor = original(x, False, dtype)
     converted = original(tensor, autocast, dtype)
     if converted is not tensor:
@@ -121,7 +121,7 @@ def _pass_on(original: Callable, x: Any, autocast: bool, dtype: str) -> Any:
 
 def _behind_cast(x: Any) -> Any:
     """Returns a graph's tensor as it was before two casts."""
-    source = compilation.cast_from(x)
+    source = tracing.cast_from(x)
     original = exact_values.before_cast(source)
     return x if original is source else original
 
@@ -181,7 +181,7 @@ def _compute_exact_mask(
 def _read_as_stored(original: Callable, *args: Any, **kwargs: Any) -> Any:
     """Calls a layer that writes its weights back, and so reads in float32."""
     # Layers inside it have a dtype of their own.
-    with layers.autocast(None):
+    with keras_variables.autocast(None):
         return original(*args, **kwargs)
 
 

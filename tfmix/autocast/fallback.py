@@ -283,7 +283,7 @@ class _Fallback:
             (args, kwargs), exact_values.as_float32_input
         )
         with (
-            layers.autocast("float32"),
+            variables.autocast("float32"),
             # Layers that it creates are float32, too.
             context_values.holding(policy=_FLOAT32, is_float32_code=True),
         ):

@@ -14,12 +14,13 @@ import keras
 from tfmix._keras import (
     compile_method,
     custom_vjp,
-    gradients,
     layers,
     op_places,
     penalties,
     replacing,
+    tapes,
 )
+from tfmix._keras import variables as keras_variables
 from tfmix.autocast import bare_optimizers, fallback
 from tfmix.ops import (
     attention,
@@ -50,11 +51,11 @@ def _staying(original: Callable) -> Any:
 
 METHODS = (
     # It makes a copy of a variable that knows its float32 source.
-    Method([layers.AUTOCAST], weights.autocast, always=True),
+    Method([keras_variables.AUTOCAST], weights.autocast, always=True),
     # A loop would keep float32 sums of all its steps.
     Method([layers.LOOP], weights.loop),
     # A layer's state is what float32 computes.
-    Method([layers.ASSIGN], fallback.assigning_exactly),
+    Method([keras_variables.ASSIGN], fallback.assigning_exactly),
     # Regularizers and added losses exceed float16.
     Method(penalties.PLACES, exact_values.with_float32_arguments),
     # A step whose gradients are not finite is skipped.
@@ -73,9 +74,9 @@ METHODS = (
     # Gradients are scaled inside of a model, but not those of a user's.
     Method(custom_vjp.PLACES, _unscaled, always=True),
     # A user's gradient stays inside of a tape that a layer opens.
-    Method(gradients.TAPE, _staying, always=True),
+    Method(tapes.TAPE, _staying, always=True),
     # A graph that was traced without a tape has no border.
-    Method(gradients.TRACE, gradients.traced_for_gradients, always=True),
+    Method(tapes.TRACE, tapes.traced_for_gradients, always=True),
     # Files name the optimizer that `compile` got.
     Method(
         [compile_method.OLD_FORMAT],

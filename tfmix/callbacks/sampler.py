@@ -12,6 +12,7 @@ from keras import ops
 from tfmix import _formats
 from tfmix._keras import graphs
 from tfmix._keras import layers as host
+from tfmix._keras import variables as keras_variables
 from tfmix.conversion import planned_policies
 from tfmix.diagnostics import batch as batches
 from tfmix.diagnostics import (
@@ -129,7 +130,7 @@ class Sampler:
 
         autocast: Any = contextlib.nullcontext()
         if self._planned is not None:
-            autocast = host.autocast("float32")
+            autocast = keras_variables.autocast("float32")
         with graphs.policies(self._planned or {}), autocast:
             (loss, rows), back = differentiation.pullback(
                 losses, [tokens, *weights], sparse=True
@@ -200,7 +201,11 @@ class Sampler:
             for leaf in call.tensors
         ]
         planned = call.target.planned(self._reference)
-        with graphs.policies(planned), host.autocast("float32"), host.trial():
+        with (
+            graphs.policies(planned),
+            keras_variables.autocast("float32"),
+            host.trial(),
+        ):
             right = probe.floats(call.try_with(exact))
         # The float32 call must not contribute gradients: that of the square
         # root in `_error` is NaN where the error is 0.

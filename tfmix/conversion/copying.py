@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import keras
 
 from tfmix import _messages
-from tfmix._keras import layers, loading
+from tfmix._keras import files, layers
 from tfmix.autocast import global_policy
 from tfmix.autocast import record as mixed_model
 
@@ -43,7 +43,7 @@ def copy_model(model: keras.Model) -> keras.Model:
 def _load_trusted(model: keras.Model) -> Iterator[None]:
     """Allows Lambda layers to load, and silences warnings about lost state."""
     with contextlib.ExitStack() as quiet:
-        quiet.enter_context(loading.trusting())
+        quiet.enter_context(files.trusting())
         quiet.enter_context(warnings.catch_warnings())
         if not getattr(getattr(model, "optimizer", None), "built", True):
             # It has taken no step, so it has no state to copy.

@@ -12,7 +12,7 @@ import numpy as np
 from keras import ops
 
 from tfmix import _bad_rows, _formats, _messages, _progress
-from tfmix._keras import compilation, graphs, layers
+from tfmix._keras import graphs, layers, tracing
 from tfmix.autocast import fallback, global_policy
 from tfmix.autocast import record as mixed_model
 from tfmix.conversion import planned_policies
@@ -242,7 +242,7 @@ def _under_policy(
 ) -> Iterator[None]:
     """Makes a model compute under a policy; `None` keeps its own setup."""
     with contextlib.ExitStack() as conditions:
-        conditions.enter_context(compilation.nothing_traced())
+        conditions.enter_context(tracing.nothing_traced())
         conditions.enter_context(outermost.outputs_as_made())
         if isinstance(chosen, policies.Policy):
             names = {*chosen.float32_ops, policies.SIXTEEN_BIT}

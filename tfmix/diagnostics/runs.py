@@ -10,7 +10,8 @@ import numpy as np
 from keras import ops
 
 from tfmix import _formats
-from tfmix._keras import compilation, graphs, layers
+from tfmix._keras import graphs, layers, tracing
+from tfmix._keras import variables as keras_variables
 from tfmix.autocast import fallback
 from tfmix.conversion import planned_policies
 from tfmix.diagnostics import batch as batches
@@ -57,7 +58,7 @@ class Truth:
 def in_float32(model: keras.Model) -> Iterator[None]:
     """Makes a model compute in float32 inside a block."""
     reference = planned_policies.reference(model)
-    with graphs.policies(reference), layers.autocast("float32"):
+    with graphs.policies(reference), keras_variables.autocast("float32"):
         yield
 
 
@@ -73,14 +74,14 @@ def sixteen_bit(
 
     def forward(weights: list[Any]) -> dict[Key, list[Any]]:
         nonlocal output_dtypes
-        trace = compilation.trace()
+        trace = tracing.trace()
         fits: dict[Key, list[Any]] = {}
 
         def on_call(call: probe.Call) -> Any:
             outputs = call.proceed()
             leaves, inputs = probe.floats(outputs), call.tensors
             # Calls in the body of a compiled loop have no values to read.
-            if all(compilation.is_made_in(trace, x) for x in leaves + inputs):
+            if all(tracing.is_made_in(trace, x) for x in leaves + inputs):
                 fits[call.key] = [_fits(leaf, fmt) for leaf in inputs]
                 signatures[call.key] = Signature(
                     arguments=tuple(map(probe.dtype, inputs)),
@@ -282,7 +283,7 @@ class Judge:
             autocast = planned_policies.dtype(self.run.planned, layer)
         with (
             graphs.policies(target.planned(self.run.planned)),
-            layers.autocast(autocast),
+            keras_variables.autocast(autocast),
         ):
             yield
 

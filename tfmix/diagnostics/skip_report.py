@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, TypeAlias
 import keras
 
 from tfmix import _arguments
-from tfmix._keras import compilation, context_values, training
+from tfmix._keras import context_values, training
+from tfmix._keras import variables as keras_variables
 from tfmix.autocast import bare_optimizers
 from tfmix.diagnostics import progress_bar, skip_causes
 
@@ -42,7 +43,7 @@ class Counted(NamedTuple):
 
 def steps(optimizer: bare_optimizers.Skipper) -> tuple[int, int]:
     """Returns the numbers of applied and skipped steps."""
-    applied = compilation.host_value(optimizer.applies)
+    applied = keras_variables.host_value(optimizer.applies)
     return int(applied), optimizer.skipped_steps
 
 
@@ -53,7 +54,7 @@ def _counted(optimizer: bare_optimizers.Skipper) -> Counted:
         optimizer.data_skips,
         optimizer.overflow_counts,
         optimizer.loss_scale,
-        int(compilation.host_value(good_steps)),
+        int(keras_variables.host_value(good_steps)),
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from tfmix._keras import compilation
+from tfmix._keras import float8_kernel, kernels
 from tfmix.ops.contraction import Contraction
 
 
@@ -98,7 +98,7 @@ def product(
     def multiply(a: Any, b: Any) -> Any:
         narrow_a, powers_a = rounded(a, formats[0])
         narrow_b, powers_b = rounded(b, formats[1])
-        scaled = compilation.float8_product(
+        scaled = float8_kernel.float8_product(
             narrow_a,
             narrow_b,
             transposed,
@@ -156,8 +156,8 @@ def rounded(tensor: Any, to: Format) -> tuple[Any, Any]:
     largest = ops.pad(largest, (0, 1), constant_values=least)
     # The powers are computed per row, before the minimum is taken: XLA fuses
     # ops before a reduction into it, while ops after it need another kernel.
-    word = compilation.bitcast(ops.cast(largest, "float32"), "int32")
-    powers = compilation.bitcast(ops.stack(_powers(word, to)), "float32")
+    word = kernels.bitcast(ops.cast(largest, "float32"), "int32")
+    powers = kernels.bitcast(ops.stack(_powers(word, to)), "float32")
     powers = ops.min(powers, axis=1)
     scaled = ops.multiply(tensor, ops.cast(powers[0], tensor.dtype))
     return ops.cast(scaled, to.dtype), powers

@@ -11,9 +11,9 @@ from jax import numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from tfmix._keras import (
-    compilation,
     context_values,
     custom_vjp,
+    kernels,
     linear_maps,
 )
 from tfmix.gradient_scaling import power
@@ -279,7 +279,7 @@ def _gradients(
         )
     inside = _pulled(function, pull, values, scaled)
     # XLA would otherwise repeat the division in every kernel that multiplies.
-    down = compilation.kept_apart(by.down)
+    down = kernels.kept_apart(by.down)
     # Each equation takes time to trace and to compile, so gradients of one
     # shape share these arrays.
     spread = functools.cache(functools.partial(_spread, down))

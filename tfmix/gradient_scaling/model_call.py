@@ -11,11 +11,11 @@ import keras
 
 from tfmix import _messages
 from tfmix._keras import (
-    compilation,
     context_values,
     global_state,
-    gradients,
     layers,
+    tapes,
+    tracing,
 )
 from tfmix._keras import variables as keras_variables
 from tfmix.ops import exact_values, tensors
@@ -98,7 +98,7 @@ def call_inside(
     """
     if not (is_float16 and context_values.block.get().has_borders):
         return call(*args, **kwargs)
-    if not gradients.may_be_asked():
+    if not tapes.may_be_asked():
         return _unscaled(model.name, call(*args, **kwargs))
     inputs = _inputs((args, kwargs))
     values = _values(model, inputs)
@@ -117,7 +117,7 @@ def call_inside(
         )
     else:
         # An unbuilt model creates its variables in the call.
-        is_traced = any(map(compilation.is_symbolic, values))
+        is_traced = any(map(tracing.is_symbolic, values))
         if not is_traced or not layers.is_built(model):
             return call(*args, **kwargs)
         floats, losses, rest = jax_border.call(function, values, overwritten)
@@ -130,9 +130,9 @@ def _unscaled(name: str, results: Any) -> Any:
     A `tf.function` is traced again under a tape, but a concrete function is
     not.
     """
-    for result in filter(compilation.is_symbolic, _arrays(results)):
+    for result in filter(tracing.is_symbolic, _arrays(results)):
         if _is_float(result):
-            gradients.when_asked(
+            tapes.when_asked(
                 result,
                 lambda: _messages.warn_once(
                     f"the gradients of {name!r} are not scaled in float16, so "
@@ -191,7 +191,7 @@ if not _TENSORFLOW:
 
 
 def _inputs(nest: Any) -> _Inputs:
-    nest = tensors.map_leaves(nest, keras_variables.read)
+    nest = tensors.map_leaves(nest, keras_variables.unwrap)
     scope = global_state.open_scope()
     states = {} if scope is None else dict(scope.state_mapping)
     return _Inputs(
@@ -416,7 +416,7 @@ def _held(model: keras.Model, nest: Any) -> list:
         for _, value in _attributes(
             owner for owner in owners if not _is_array(owner)
         ).values()
-        if _is_array(value) and _is_float(value) and gradients.reach(value)
+        if _is_array(value) and _is_float(value) and tapes.reach(value)
     ]
     return list({id(value): value for value in held}.values())
 

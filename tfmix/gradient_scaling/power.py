@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
-from tfmix._keras import compilation
+from tfmix._keras import kernels
 
 # Float32 holds this power of two and its reciprocal as normal numbers.
 _HIGHEST = 100
@@ -56,7 +56,7 @@ def of(gradients: Sequence, losses: Sequence, factor: Any) -> Power:
     largest = [ops.max(size, initial=0) for size in sizes[: len(gradients)]]
     reaches = functools.reduce(ops.maximum, largest or [ops.zeros(())])
     reaches = ops.maximum(reaches, total / _LARGEST_SUM)
-    word = compilation.bitcast(reaches, "int32")
+    word = kernels.bitcast(reaches, "int32")
     exponent = _BIAS - ops.right_shift(word, _MANTISSA)
     # XLA's maximum on a CPU may lose a NaN, but a sum keeps it.
     is_finite = ops.isfinite(total)
@@ -64,7 +64,7 @@ def of(gradients: Sequence, losses: Sequence, factor: Any) -> Power:
     exponent = ops.where(usable, exponent, 0)
     exponent = ops.clip(exponent, -_HIGHEST, _HIGHEST)
     power = ops.left_shift(exponent + _BIAS, _MANTISSA)
-    up = compilation.bitcast(power, "float32") * factor
+    up = kernels.bitcast(power, "float32") * factor
     # The division comes last: XLA computes it once, but repeats a selection in
     # each kernel.
     return Power(up, 1.0 / ops.where(is_finite, up, float("nan")))

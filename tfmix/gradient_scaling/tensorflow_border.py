@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmix._keras import compilation, context_values, gradients
+from tfmix._keras import context_values, tapes, tracing
 from tfmix.gradient_scaling import power
 from tfmix.ops import tensorflow_products
 from tfmix.step import gradients as unscaled_gradients
@@ -54,9 +54,9 @@ def call(
     inside = _told_apart(map(tf.convert_to_tensor, tensors))
     # A graph holds its own gradients. Inside a second tape, TensorFlow would
     # differentiate a loop twice, for which it keeps and adds up more.
-    is_taped = tf.executing_eagerly() and gradients.is_recorded()
+    is_taped = tf.executing_eagerly() and tapes.is_recorded()
     tape = _tape() if is_taped else None
-    with gradients.variables_read() as variables:
+    with tapes.variables_read() as variables:
         run = _Run(again or function, inside, variables, tape)
 
         def first(*tensors: Any) -> Results:
@@ -86,7 +86,7 @@ class _Run:
     ) -> None:
         self._again, self._variables, self._tape = again, variables, tape
         self._tensors = list(tensors)
-        self._trace = compilation.trace()
+        self._trace = tracing.trace()
         # No part can be outside of a tape that the function opens.
         self._may_leave = True
         # The float32 results of each part, which are arguments of what comes
@@ -120,10 +120,10 @@ class _Run:
             The result; `None` inside another function, whose gradient is traced
             before the power of two is known.
         """
-        is_here = compilation.trace() == self._trace
+        is_here = tracing.trace() == self._trace
         if not (is_here and self._may_leave and tensors):
             # Nothing can leave a loop or a branch before its end.
-            known = is_here or gradients.is_part_of(self._trace)
+            known = is_here or tapes.is_part_of(self._trace)
             return _inside(compute, tensors) if known else None
         border = self.border(*_by_size(tensors))
         paused = self._tape.stop_recording() if self._tape else _nothing()
@@ -243,9 +243,9 @@ class _Border:
         self._again = again
         self._tensors, self._variables = list(tensors), list(variables)
         self._results = results
-        self._handles = gradients.handles(variables)
+        self._handles = tapes.handles(variables)
         self._factor = context_values.block.get().placing
-        self._trace = compilation.trace()
+        self._trace = tracing.trace()
         self._as_values = {
             n
             for n, x in enumerate((*self._tensors, *self._variables))
@@ -260,8 +260,8 @@ class _Border:
         """
         of_results, of_losses = self._results
         # A loop would compute a gradient that nobody gets in every step.
-        is_asked = [*map(gradients.reach, self._tensors)]
-        made = gradients.replaced(
+        is_asked = [*map(tapes.reach, self._tensors)]
+        made = tapes.replaced(
             [*of_results, *of_losses],
             self._tensors,
             self._variables,
@@ -289,7 +289,7 @@ class _Border:
         values = [_values(inside[n]) for n in kept]
         # In another graph, such as that of a nested `tf.function`'s gradient,
         # the results of this one cannot be differentiated again.
-        if gradients.is_recorded() and compilation.trace() == self._trace:
+        if tapes.is_recorded() and tracing.trace() == self._trace:
             pull = functools.partial(self._pull, by, kept)
             border = _Border(
                 pull,
@@ -329,8 +329,8 @@ class _Border:
         """
         results: Sequence[Any] = self._results
         asked = list(itertools.compress(self._tensors, is_asked))
-        if self._trace != compilation.EAGER:
-            found = gradients.of_graph(
+        if self._trace != tracing.EAGER:
+            found = tapes.of_graph(
                 [*results[0], *results[1]],
                 [*asked, *self._handles],
                 scaled,
@@ -400,7 +400,7 @@ def _all_unscaled(down: Any, values: list, says_why: Sequence) -> list:
         and unscaled_gradients.is_small(value)
         and value.dtype == tf.float32
     ]
-    if len(small) < 2 or not compilation.by_gpu_kernels():
+    if len(small) < 2 or not tracing.by_gpu_kernels():
         small = []
     shown = [says and n not in small for n, says in enumerate(says_why)]
     unscaled = [

@@ -16,7 +16,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import compilation
+from tfmix._keras import tracing
 from tfmix.hardware import target as targets
 
 _CUDA = "jax_plugins.xla_cuda12"
@@ -149,7 +149,7 @@ def _register_cuda() -> None:
 def traced_for(device: Any) -> contextlib.AbstractContextManager[None]:
     """Sets the platform of a block in which a step is traced."""
     platform = "cuda" if device.platform == "gpu" else device.platform
-    return compilation.compiled_for(platform)
+    return tracing.compiled_for(platform)
 
 
 def compile_jax(lowered: Any) -> Compiled:

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 from keras import tree
 
-from tfmix._keras import compilation, graphs, training
+from tfmix._keras import graphs, tracing, training
 from tfmix._keras import layers as host
 from tfmix.hardware import compilers, model_batches
 
@@ -67,7 +67,7 @@ def _with_scope(layers: list, index: int, original: Callable) -> Callable:
     # function, whose gradients would be outside of the scope.
     inlined: Callable[[], Any] = contextlib.nullcontext
     if hasattr(layers[index], "groups"):
-        inlined = compilation.nothing_traced
+        inlined = tracing.nothing_traced
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with _scope(f"{_MARK}{index}"), inlined():

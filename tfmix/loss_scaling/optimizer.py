@@ -12,11 +12,12 @@ from keras import ops, tree
 
 from tfmix import _arguments, _formats, _users_code
 from tfmix._keras import (
-    checkpoints,
-    compilation,
     context_values,
+    files,
     optimizers,
+    tracing,
 )
+from tfmix._keras import variables as keras_variables
 from tfmix.gradient_scaling import model_call
 from tfmix.loss_scaling import inner_attributes, rules, saving, standstill
 from tfmix.ops import tensors
@@ -75,7 +76,7 @@ class _Losses:
 
 @keras.saving.register_keras_serializable(package="tfmix")
 class LossScaleOptimizer(
-    checkpoints.StoredAsInner,
+    files.StoredAsInner,
     inner_attributes.DelegatesToInner,
     keras.optimizers.LossScaleOptimizer,
 ):
@@ -205,7 +206,7 @@ class LossScaleOptimizer(
     def loss_scale(self) -> Any:
         """The current scale: a float, or a tensor in a compiled function."""
         variables = self._scale_variables()
-        if not all(map(compilation.is_host_readable, variables)):
+        if not all(map(keras_variables.is_host_readable, variables)):
             return self.rule_scale()
         # NumPy cannot read a mirrored value inside a strategy's scope.
         state = self._state_type(*map(_host, variables))
@@ -331,7 +332,7 @@ class LossScaleOptimizer(
         limit = _arguments.count("max_consecutive_skips", max_consecutive_skips)
         standstill.check(self, limit)
 
-    @compilation.untouched
+    @tracing.untouched
     def scale_loss(self, loss: Any) -> Any:
         """Multiplies a loss by the loss scale, in float32 or wider.
 
@@ -354,7 +355,7 @@ class LossScaleOptimizer(
         self._gets_unscaled = False
         return self.get_scaled_loss(loss)
 
-    @compilation.untouched
+    @tracing.untouched
     def current_scale(self) -> Any:
         """Returns the factor of `scale_loss`: a float32 scalar tensor.
 
@@ -379,7 +380,7 @@ class LossScaleOptimizer(
             ValueError: If `jax.jit` would make a constant of it.
         """
         if not rules.is_constant(self.rule) and any(
-            map(compilation.becomes_constant, self._scale_variables())
+            map(keras_variables.becomes_constant, self._scale_variables())
         ):
             raise ValueError(
                 "JAX is compiling this function, and the values of "
@@ -402,7 +403,7 @@ class LossScaleOptimizer(
             return 1.0
         return self.rule.current(self._scale_state()) / self.rule.init()[0]
 
-    @compilation.untouched
+    @tracing.untouched
     def unscale_gradients(self, grads: Sequence) -> list:
         """Divides gradients by the loss scale, for clipping or logging.
 
@@ -441,7 +442,7 @@ class LossScaleOptimizer(
             None if g is None else gradients.without_infinities(g) for g in true
         ]
 
-    @compilation.untouched
+    @tracing.untouched
     def apply(
         self,
         grads: Sequence,
@@ -493,7 +494,7 @@ class LossScaleOptimizer(
         if not unscaled:
             losses = self._of_losses()
             unscaled = not losses.are_gradients_scaled(self, warns=True)
-        if compilation.becomes_constant(self._skipped_steps):
+        if keras_variables.becomes_constant(self._skipped_steps):
             raise ValueError(
                 "`apply` cannot assign variables inside a function that JAX "
                 "compiles. Write `optimizer.stateless_apply("
@@ -556,7 +557,7 @@ class LossScaleOptimizer(
         """
         return _paired("optimizer_variables", self.variables, values)
 
-    @compilation.untouched
+    @tracing.untouched
     def apply_gradients(self, grads_and_vars: Iterable) -> Any:
         """Does what `apply` does with pairs of a gradient and its variable.
 
@@ -578,7 +579,7 @@ class LossScaleOptimizer(
                 super().apply_gradients(pairs)
         return self.iterations
 
-    @compilation.untouched
+    @tracing.untouched
     def get_scaled_loss(self, loss: Any) -> Any:
         """Does what `scale_loss` does, under its old tf.keras name.
 
@@ -596,7 +597,7 @@ class LossScaleOptimizer(
 
         return tree.map_structure(scaled, loss)
 
-    @compilation.untouched
+    @tracing.untouched
     def get_unscaled_gradients(self, grads: Sequence) -> list:
         """Divides gradients for `apply_gradients`, as in the old tf.keras.
 
@@ -619,7 +620,7 @@ class LossScaleOptimizer(
             return
         variables = list({id(v): v for v in variables}.values())
         # TensorFlow traces a function that creates variables a second time.
-        with compilation.outside_of_tracing(variables):
+        with keras_variables.outside_of_tracing(variables):
             self.inner_optimizer.build(variables)
             self._overflow_counts = self._counter(
                 "overflow_counts", len(variables)
@@ -823,7 +824,7 @@ class LossScaleOptimizer(
     def _state(self) -> rules.StepState:
         """Returns the values of the state: numbers, if the step is eager."""
         # Each operation on a scalar would take longer than its copy.
-        value = compilation.number_or_value
+        value = keras_variables.number_or_value
         scale = self._state_type(*map(value, self._scale_variables()))
         rest = [None if v is None else value(v) for v in self._counters()]
         return rules.StepState(scale, *rest)
@@ -917,7 +918,7 @@ def _attribute(field: str) -> str:
 
 
 def _host(variable: keras.Variable) -> np.ndarray:
-    if not compilation.is_host_readable(variable):
+    if not keras_variables.is_host_readable(variable):
         raise ValueError(
             "This function is being compiled, and counters are numbers on the "
             f"host. Received: a call that reads {variable.path!r} in it. Read "
@@ -926,4 +927,4 @@ def _host(variable: keras.Variable) -> np.ndarray:
             "function, between two steps; in it, `last_step_applied()` "
             "returns whether the step was applied."
         )
-    return compilation.host_value(variable)
+    return keras_variables.host_value(variable)

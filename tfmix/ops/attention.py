@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tfmix import _arguments
-from tfmix._keras import compilation, op_places
+from tfmix._keras import op_places, tracing
 from tfmix.ops import compute, tensors
 
 
@@ -19,7 +19,7 @@ def attended(call: compute.Call) -> Any:
     scaled before the product, where it would overflow, rather than the logits
     after it.
     """
-    if not call.is_ruled or not compilation.by_gpu_kernels():
+    if not call.is_ruled or not tracing.by_gpu_kernels():
         call.is_ruled = call.is_ruled and not op_places.has_float32_logits()
         return compute.usual(call)
     call.look()
@@ -53,7 +53,7 @@ def attention_in_float32(method: Callable) -> Callable:
         given = {**kwargs, **dict(zip(order, args, strict=False))}
         if source is None or not op_places.writes_out(self, given):
             return method(self, *args, **kwargs)
-        if source == "bfloat16" and compilation.by_gpu_kernels():
+        if source == "bfloat16" and tracing.by_gpu_kernels():
             # Its logits have float32's range.
             return method(self, *args, **kwargs)
         with op_places.float32_softmax(self):

@@ -23,11 +23,11 @@ import numpy as np
 
 from tfmix import _formats
 from tfmix._keras import (
-    compilation,
     context_values,
     global_state,
     op_places,
 )
+from tfmix._keras import variables as keras_variables
 from tfmix.ops import exact_values, tensors
 from tfmix.ops.exact_values import Exact, Known
 
@@ -198,7 +198,7 @@ class Call:
             if dtype in _formats.SIXTEEN_BIT:
                 name = id(value)
                 if name not in self.read:
-                    self.read[name] = compilation.read(value)
+                    self.read[name] = keras_variables.read(value)
                 value = self.read[name]
         else:
             own = getattr(value, "dtype", None)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import keras
 
-from tfmix._keras import global_state, gradients, layers
+from tfmix._keras import global_state, layers, tapes
 from tfmix.ops import tensors
 
 # A 16-bit tensor carries this note: an `Exact`.
@@ -104,7 +104,7 @@ def of(tensor: Any, known: Known | None = None) -> Any:
         value = noted.compute(known)
         if keras.backend.backend() == "tensorflow":
             # A caller's tape may watch only the 16-bit tensor.
-            value = gradients.by_way_of(tensor, value)
+            value = tapes.by_way_of(tensor, value)
         # It holds the tensor, because the `id` of a freed one is used again.
         known[id(tensor)] = tensor, value
     return known[id(tensor)][1]
@@ -158,7 +158,7 @@ def before_cast(x: Any) -> Any:
     if keras.backend.backend() != "tensorflow" or not keras.ops.is_tensor(x):
         return original
     # A tape inside `call` may watch the argument of `call`, which is the cast.
-    found = gradients.by_way_of(x, original)
+    found = tapes.by_way_of(x, original)
     if found is not original:
         layers.copy_mask(original, found)
     return found

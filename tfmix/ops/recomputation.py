@@ -21,15 +21,15 @@ from tfmix import _messages
 from tfmix._keras import (
     context_values,
     global_state,
-    gradients,
     layers,
+    tapes,
 )
 from tfmix.ops import tensors
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 
-PLACES = gradients.CUSTOM
+PLACES = tapes.CUSTOM
 # Scaling changes nothing in the gradients of these packages' functions, which
 # are linear in what comes in.
 _LINEAR = {"tensorflow", "keras", "tfmix"}

@@ -19,10 +19,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfmix._keras import (
-    compilation,
     context_values,
     global_state,
-    gradients,
+    tapes,
+    tracing,
 )
 from tfmix.ops.contraction import Contraction
 
@@ -42,7 +42,7 @@ def _on_local(compute: Callable[..., Any]) -> Callable[..., Any]:
     def computed(
         function: Function, inputs: Any, weight: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        factors = map(gradients.local, (inputs, weight))
+        factors = map(tapes.local, (inputs, weight))
         return compute(function, *factors, *args, **kwargs)
 
     return computed
@@ -84,7 +84,7 @@ def contracted(
 
     def of_weight(upstream: Any, narrow: Any) -> Any:
         is_half = inputs.dtype == tf.float16
-        if is_half and compilation.by_xla() and not in_loop:
+        if is_half and tracing.by_xla() and not in_loop:
             factor = inputs if used is None else used(inputs)
             return _wide_product(factor, upstream, axes.of_weight)
         sizes = dict(zip(axes.outputs, _shape(upstream), strict=True))
@@ -120,7 +120,7 @@ def convolved(
         factors = [inputs, upstream, narrow]
         # XLA divides in the kernel that computes the incoming gradient. The
         # inputs were computed long before.
-        divided = int(compilation.by_xla())
+        divided = int(tracing.by_xla())
         return _summed(multiplied, factors, count, divided=divided)
 
     return _with_gradient(function, inputs, weight, of_weight)
@@ -180,7 +180,7 @@ def _adds_rows(weight: Any, upstream: Any) -> bool:
     while sizes[:1] == [1]:
         sizes = sizes[1:]
     is_row = len(known) > len(sizes) > 0 and known[-len(sizes) :] == sizes
-    return is_row and compilation.by_gpu_kernels(upstream)
+    return is_row and tracing.by_gpu_kernels(upstream)
 
 
 def _row_sum(upstream: Any, narrow: Any) -> Any:
@@ -214,7 +214,7 @@ def _summed(
             are of order one, because no scaling helps the forward pass, and
             lose fewer digits than the incoming gradient.
     """
-    if not (compilation.by_xla() or compilation.for_gpu(factors[0])):
+    if not (tracing.by_xla() or tracing.for_gpu(factors[0])):
         return multiplied(*map(_wide, factors))
     if factors[0].dtype != tf.float16:
         return _wide(multiplied(*factors))
@@ -227,7 +227,7 @@ def _summed(
 def _divided(tensor: Any, power: Any) -> Any:
     """Divides a float16 tensor, once for all weights that multiply it."""
     # A tape that records has to see the division.
-    is_shared = not (tf.executing_eagerly() or gradients.is_recorded())
+    is_shared = not (tf.executing_eagerly() or tapes.is_recorded())
     if not (is_shared and isinstance(power, float)):
         return tensor * _reciprocal(power, tf.float16)
     graph = tf.compat.v1.get_default_graph()
@@ -246,7 +246,7 @@ def _divided(tensor: Any, power: Any) -> Any:
 def _enlarged(tensor: Any, power: Any) -> Any:
     """Multiplies a gradient by a power of two."""
     result = tensor * power
-    if not (tf.executing_eagerly() or compilation.by_xla()):
+    if not (tf.executing_eagerly() or tracing.by_xla()):
         # If nothing is added to it, the border multiplies only once.
         global_state.put_note(result, _PARTS, (tensor, power))
     return result
@@ -286,19 +286,19 @@ def _with_gradient(
         weight: Float32 tensor.
         of_weight: Returns the gradient of the weight.
     """
-    with gradients.unrecorded():
+    with tapes.unrecorded():
         narrow = tf.cast(weight, inputs.dtype)
     if not tf.executing_eagerly():
         result = function(inputs, tf.stop_gradient(narrow))
     else:
         result = function(inputs, narrow)
-        if not gradients.reach(weight):
+        if not tapes.reach(weight):
             return result
 
     def of_all(upstream: Any) -> list:
         with context_values.holding(rules=context_values.NO_RULES):
             total = of_weight(upstream, narrow)
-            if not gradients.is_recorded():
+            if not tapes.is_recorded():
                 return [upstream, None, total]
             # The gradient of this one needs to know the weight.
             again = tf.cast(weight, inputs.dtype)
@@ -306,7 +306,7 @@ def _with_gradient(
             return [None, pulled, total]
 
     sources = [result, inputs, weight]
-    (result,) = gradients.replaced([result], sources, [], of_all)
+    (result,) = tapes.replaced([result], sources, [], of_all)
     return result
 
 
@@ -341,11 +341,11 @@ def _wide_product(a: Any, b: Any, axes: Contraction) -> Any:
         of_a = _product(narrow, b, axes.of_inputs)
         return [of_a, _product(a, narrow, axes.of_weight)]
 
-    with gradients.unrecorded():
+    with tapes.unrecorded():
         result = _product(a, b, axes, tf.float32)
-    if gradients.is_recorded():
+    if tapes.is_recorded():
         # TensorFlow's own gradient takes the float32 result for 16-bit.
-        (result,) = gradients.replaced([result], [a, b], [], of_both)
+        (result,) = tapes.replaced([result], [a, b], [], of_both)
     return result
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import keras
 
 from tfmix import _formats
-from tfmix._keras import compilation
+from tfmix._keras import kernels
+from tfmix._keras import variables as keras_variables
 
 
 def float_dtype(value: Any) -> str:
@@ -58,12 +59,12 @@ def snapshot(value: Any) -> Any:
     """Returns a variable's current value, and anything else unchanged."""
     # TensorFlow's variable is a reference, which later assignments change.
     is_variable = isinstance(value, keras.Variable)
-    return compilation.read(value) if is_variable else value
+    return keras_variables.read(value) if is_variable else value
 
 
 def cast(tensor: Any, dtype: str) -> Any:
     """Casts a tensor, by the backend's own function."""
-    return compilation.cast(tensor, dtype)
+    return kernels.cast(tensor, dtype)
 
 
 def to_float32(value: Any) -> Any:

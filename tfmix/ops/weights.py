@@ -16,12 +16,12 @@ from typing import Any
 import keras
 
 from tfmix._keras import (
-    compilation,
     context_values,
     global_state,
-    gradients,
     layers,
+    tapes,
 )
+from tfmix._keras import variables as keras_variables
 from tfmix.ops import (
     active_rules,
     compute,
@@ -67,12 +67,12 @@ def autocast(original: Callable) -> Callable:
         if not active_rules.of_caller() or global_state.on_shapes_only():
             return original(variable, value)
         # The variable is read once, as the tensor that is then copied.
-        weight = compilation.read(value)
+        weight = keras_variables.read(value)
         copy = original(variable, weight)
         multiply = getattr(variable, _CHOSEN, None)
         return exact_values.weight_copy(weight, copy, multiply)
 
-    return layers.reading(original, copied)
+    return keras_variables.reading(original, copied)
 
 
 def loop(original: Callable) -> Callable:
@@ -107,7 +107,7 @@ def summed(first: int, second: int) -> Callable[[Call], Any]:
 
 def _combined(call: Call, signs: tuple[int, int] | None) -> Any:
     place = call.weight_at()
-    if place is None or not gradients.may_be_asked():
+    if place is None or not tapes.may_be_asked():
         return call.plain()
     function, inputs, weight = _factors(call, place)
     return products.combined(
@@ -131,7 +131,7 @@ def product(axes_of: Axes) -> Callable[[Call], Any]:
 
     def multiply(call: Call) -> Any:
         place = call.weight_at()
-        is_asked = gradients.may_be_asked()
+        is_asked = tapes.may_be_asked()
         if place is None:
             # Products of several factors keep the format.
             return call.plain()
@@ -198,7 +198,7 @@ def convolved(call: Call) -> Any:
     place = call.weight_at()
     if place != 1:
         return _combined(call, None)
-    if not gradients.may_be_asked():
+    if not tapes.may_be_asked():
         return call.plain()
     function, inputs, weight = _factors(call, place)
     original = call.op.original
@@ -284,11 +284,13 @@ def separated(call: Call) -> Any:
 def looked_up(call: Call) -> Any:
     """Takes rows of a weight; TensorFlow reads only those."""
     table = call.args[0]
-    if isinstance(table, keras.Variable) and layers.casts_to_16_bit(table):
+    if isinstance(table, keras.Variable) and keras_variables.casts_to_16_bit(
+        table
+    ):
         if global_state.on_shapes_only():
             return call.as_it_came()
         dtype = table.dtype
-        with layers.autocast(None):
+        with keras_variables.autocast(None):
             rows = call.as_it_came()
         return tensors.narrow(rows, dtype)
     weight = exact_values.weight_of(table)

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from tfmix._keras import compilation, optimizers, variables
+from tfmix._keras import kernels, optimizers, variables
 from tfmix.optimizers import bits, eight_bit_slots, sixteen_bit_optimizer, views
 
 # A step may assign a variable more than once (weight decay, then the update,
@@ -23,10 +23,10 @@ def stochastic(value: Any, noise: Any) -> Any:
             NaN stay.
         noise: Int32 tensor of the same shape; see `noise.noise`.
     """
-    word = compilation.bitcast(bits.quiet(value), "int32")
+    word = kernels.bitcast(bits.quiet(value), "int32")
     word = word + bits.upper(noise, 16)
     upper = ops.cast(bits.upper(word, 16), "uint16")
-    return compilation.bitcast(upper, "bfloat16")
+    return kernels.bitcast(upper, "bfloat16")
 
 
 class _StochasticView(variables.Float32View):

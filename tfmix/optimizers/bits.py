@@ -6,7 +6,7 @@ from typing import Any
 
 from keras import ops
 
-from tfmix._keras import compilation
+from tfmix._keras import kernels
 
 # One kernel sums at most this many small, or large tensors, because it holds
 # the hashes of all.
@@ -19,20 +19,20 @@ def split(value: Any) -> tuple[Any, Any]:
     # half is the signed remainder. Ties to even would not be invertible: the
     # remainder +32768 does not fit, and -32768 would stand for both
     # neighbours.
-    bits = compilation.bitcast(quiet(value), "uint32")
+    bits = kernels.bitcast(quiet(value), "uint32")
     upper = ops.right_shift(ops.add(bits, unsigned(0x8000)), unsigned(16))
-    upper = compilation.bitcast(ops.cast(upper, "uint16"), "bfloat16")
+    upper = kernels.bitcast(ops.cast(upper, "uint16"), "bfloat16")
     lower = ops.cast(ops.bitwise_and(bits, unsigned(0xFFFF)), "uint16")
-    return upper, compilation.bitcast(lower, "int16")
+    return upper, kernels.bitcast(lower, "int16")
 
 
 def join(upper: Any, lower: Any) -> Any:
     """Reverses `split` exactly."""
-    bits = ops.cast(compilation.bitcast(upper, "uint16"), "uint32")
+    bits = ops.cast(kernels.bitcast(upper, "uint16"), "uint32")
     bits = ops.left_shift(bits, unsigned(16))
     # The remainder is sign-extended, and added modulo 2**32.
-    rest = compilation.bitcast(ops.cast(lower, "int32"), "uint32")
-    return compilation.bitcast(ops.add(bits, rest), "float32")
+    rest = kernels.bitcast(ops.cast(lower, "int32"), "uint32")
+    return kernels.bitcast(ops.add(bits, rest), "float32")
 
 
 def refresh_master(master: Any, stored: Any) -> Any:
@@ -44,8 +44,8 @@ def refresh_master(master: Any, stored: Any) -> Any:
     rounded = ops.cast(master, stored.dtype)
     # Bits are compared, because XLA may skip a rounding before a computation.
     untouched = ops.equal(
-        compilation.bitcast(rounded, "uint16"),
-        compilation.bitcast(stored, "uint16"),
+        kernels.bitcast(rounded, "uint16"),
+        kernels.bitcast(stored, "uint16"),
     )
     return ops.where(untouched, master, ops.cast(stored, "float32"))
 
@@ -61,16 +61,16 @@ def fingerprints(tensors: Sequence) -> Any:
     """Returns hashes of 16-bit tensors as a vector of int32."""
 
     def hashes(alike: list) -> Any:
-        return compilation.sums([*map(_hash, alike)], _TOGETHER)
+        return kernels.sums([*map(_hash, alike)], _TOGETHER)
 
-    return compilation.by_shape(tensors, hashes, lambda tensor: False)
+    return kernels.by_shape(tensors, hashes, lambda tensor: False)
 
 
 def _hash(tensor: Any) -> Any:
     # Each element is hashed with its position before the sum, because a plain
     # weighted sum is the same for many pairs of constant tensors.
-    words = compilation.bitcast(tensor, "uint16")
-    words = compilation.bitcast(ops.cast(words, "uint32"), "int32")
+    words = kernels.bitcast(tensor, "uint16")
+    words = kernels.bitcast(ops.cast(words, "uint32"), "int32")
     positions = ops.arange(math.prod(tensor.shape), dtype="int32")
     positions = ops.reshape(positions, tensor.shape)
     # MurmurHash3 mixes bits in this way, in arithmetic that wraps around.

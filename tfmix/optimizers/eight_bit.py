@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
-from tfmix._keras import compilation
+from tfmix._keras import kernels
 from tfmix.optimizers import bits
 
 # A block has this many numbers at least, except at the end of a vector.
@@ -82,7 +82,7 @@ def encode(value: Any, code: Code, noise: Any) -> tuple[Any, Any]:
         Numbers above 2**127 may become infinite.
     """
     # Without sign and mantissa, a number is the power of two below its size.
-    octaves = compilation.bitcast(value, "int32")
+    octaves = kernels.bitcast(value, "int32")
     octaves = ops.bitwise_and(octaves, _int(_INFINITY))
     scales = _largest(octaves)
     if callable(noise):
@@ -93,10 +93,10 @@ def encode(value: Any, code: Code, noise: Any) -> tuple[Any, Any]:
     noise = bits.upper(ops.cast(noise, "int32"), 32 - code.dropped)
     # These factors move a block's largest number between 2 and 4. Reciprocals
     # of scales would move it between 1 and 2, but some would be subnormal.
-    factors = compilation.bitcast(_int(_INFINITY) - scales, "float32")
+    factors = kernels.bitcast(_int(_INFINITY) - scales, "float32")
     scaled = ops.multiply(value, _spread(factors, value.shape))
     sizes = ops.absolute(scaled)
-    words = compilation.bitcast(sizes, "int32")
+    words = kernels.bitcast(sizes, "int32")
     zero, unit = code.base + code.steps, 2**code.dropped
     if code.signed:
         # Between 0 and the smallest number, words are linear: the distance is
@@ -111,7 +111,7 @@ def encode(value: Any, code: Code, noise: Any) -> tuple[Any, Any]:
     # These factors are 0 for 0, whatever its words are.
     signs = ops.sign(value) if code.signed else ops.greater(value, 0.0)
     codes = ops.cast(codes * ops.cast(signs, "int32"), code.dtype)
-    return codes, compilation.bitcast(scales, "float32")
+    return codes, kernels.bitcast(scales, "float32")
 
 
 def decode(codes: Any, scales: Any, code: Code) -> Any:
@@ -121,7 +121,7 @@ def decode(codes: Any, scales: Any, code: Code) -> Any:
     words = ops.left_shift(words + _int(code.base), _int(code.dropped))
     signs = ops.cast(ops.sign(codes), "float32")
     factors = ops.multiply(signs, _spread(scales, codes.shape))
-    return ops.multiply(compilation.bitcast(words, "float32"), factors)
+    return ops.multiply(kernels.bitcast(words, "float32"), factors)
 
 
 def blocks_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -9,12 +9,13 @@ from typing import Any
 import keras
 from keras import ops
 
-from tfmix._keras import compilation, optimizers, variables
+from tfmix._keras import optimizers
+from tfmix._keras import variables as keras_variables
 from tfmix.loss_scaling import inner_attributes
 from tfmix.optimizers import eight_bit_slots, noise
 from tfmix.step import replicas
 
-Variables = variables.Variables
+Variables = keras_variables.Variables
 
 
 class StandIns:
@@ -28,7 +29,7 @@ class StandIns:
         self, optimizer: "SixteenBitOptimizer", model_variables: Variables
     ) -> None:
         self.optimizer = optimizer
-        self.narrow = [*filter(variables.is_sixteen_bit, model_variables)]
+        self.narrow = [*filter(keras_variables.is_sixteen_bit, model_variables)]
         self.stand_ins = self.make()
         # Traced functions that run on every replica, by name.
         self.traced: dict[str, Callable] = {}
@@ -174,7 +175,7 @@ class SixteenBitOptimizer(
         _check_not_built(type(self).__name__, self.inner_optimizer)
         variables = list(variables)
         optimizers.remember(self, variables)
-        with compilation.outside_of_tracing(variables):
+        with keras_variables.outside_of_tracing(variables):
             self._store = self.make_stand_ins(variables)
             # Keras excludes variables from weight decay by identity, so the
             # stand-ins must be excluded, too.
@@ -313,7 +314,7 @@ class SixteenBitOptimizer(
             super().load_own_variables(store)
         else:
             arrays = [store[str(index)] for index in range(count)]
-            variables.assign_all(self.variables, arrays)
+            keras_variables.assign_all(self.variables, arrays)
 
     def get_config(self) -> dict:
         """Returns the settings `from_config` needs."""

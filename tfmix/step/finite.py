@@ -14,7 +14,12 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from tfmix._keras import compilation, context_values, optimizers
+from tfmix._keras import (
+    context_values,
+    kernels,
+    optimizers,
+    tracing,
+)
 from tfmix._keras import variables as keras_variables
 from tfmix.step import gradients
 
@@ -78,10 +83,10 @@ def _not_finite(tensors: Sequence) -> Any:
         gradients.summed(t) if gradients.is_sparse_of_jax(t) else t
         for t in tensors
     ]
-    if not compilation.by_xla():
+    if not tracing.by_xla():
         all_fine = [tensor is None or is_finite(tensor) for tensor in tensors]
         return ops.logical_not(ops.stack(all_fine))
-    return compilation.by_shape(tensors, _not_finite_alike, _is_apart)
+    return kernels.by_shape(tensors, _not_finite_alike, _is_apart)
 
 
 def _not_finite_alike(tensors: list) -> Any:
@@ -113,21 +118,21 @@ def _is_apart(tensor: Any) -> bool:
 
 
 def _counted_together(*tensors: Any) -> Any:
-    bad = [ops.cast(compilation.not_finite(x), "int32") for x in tensors]
-    return ops.not_equal(compilation.sums(bad, _TOGETHER), 0)
+    bad = [ops.cast(kernels.not_finite(x), "int32") for x in tensors]
+    return ops.not_equal(kernels.sums(bad, _TOGETHER), 0)
 
 
 def _by_flags(*tensors: Any) -> Any:
     # Devices exchange a boolean for each. For a CPU, XLA compiles it sooner.
-    bad = map(compilation.not_finite, tensors)
-    return ops.stack([*map(compilation.any_true, bad)])
+    bad = map(kernels.not_finite, tensors)
+    return ops.stack([*map(kernels.any_true, bad)])
 
 
 VARIANTS: dict[str, Callable] = {
     "single": _counted_together,
     "default": _by_flags,
 }
-_not_finite_of_a_shape = compilation.by_target(**VARIANTS)
+_not_finite_of_a_shape = kernels.by_target(**VARIANTS)
 
 
 def _is_finite_sparse(slices: Any) -> Any:
@@ -139,7 +144,7 @@ def _is_finite_sparse(slices: Any) -> Any:
         return is_finite(gradients.summed(slices))
 
     fits = total <= tf.cast(slices.dtype.real_dtype.max, tf.float32)
-    if compilation.by_xla():
+    if tracing.by_xla():
         return tf.logical_or(fits, by_rows())
     return tf.cond(fits, lambda: tf.constant(True), by_rows)
 
@@ -174,8 +179,8 @@ def apply_if_finite(
     elif keras.backend.backend() == "jax":
         with keras_variables.only_if(applied, variables):
             update()
-    elif compilation.by_xla():
-        before = [compilation.read(variable) for variable in variables]
+    elif tracing.by_xla():
+        before = [keras_variables.read(variable) for variable in variables]
         update()
         restore_unless(applied, zip(variables, before, strict=True))
     else:
@@ -200,10 +205,10 @@ def restore_unless(applied: Any, pairs: Iterable[tuple[Any, Any]]) -> None:
     if isinstance(applied, bool):
         if not applied:
             restore()
-    elif compilation.by_xla():
+    elif tracing.by_xla():
         for variable, old in these:
-            new = compilation.read(variable)
-            variable.assign(compilation.selected(applied, new, old))
+            new = keras_variables.read(variable)
+            variable.assign(kernels.selected(applied, new, old))
     elif these:
         tf.cond(applied, _then(None), _then(restore))
 
@@ -218,7 +223,7 @@ def either(condition: Any, function: Callable[[], Any]) -> Any:
     condition = _known(condition)
     if isinstance(condition, bool):
         return condition or _known(function())
-    if compilation.by_xla():
+    if tracing.by_xla():
         return ops.logical_or(condition, function())
     return tf.cond(condition, _then(None), function)
 
@@ -280,13 +285,13 @@ def _known(condition: Any) -> Any:
     """Returns a bool if the code runs op by op."""
     if isinstance(condition, bool):
         return condition
-    return condition if compilation.is_symbolic(condition) else bool(condition)
+    return condition if tracing.is_symbolic(condition) else bool(condition)
 
 
 def _may_be_written(variable: Any, old: Any) -> bool:
-    value = compilation.backend_variable(variable)
+    value = keras_variables.backend_variable(variable)
     if hasattr(value, "handle"):
-        return compilation.may_be_written(value)
+        return keras_variables.may_be_written(value)
     # The value is JAX's, or belongs to a scope that holds variables' values.
     return value is not old
 
@@ -294,7 +299,7 @@ def _may_be_written(variable: Any, old: Any) -> bool:
 def _flags(grads: list) -> Any:
     # If XLA could look through the flags, it might order a step so that it
     # needs more memory.
-    return compilation.kept_apart(not_finite(grads))
+    return kernels.kept_apart(not_finite(grads))
 
 
 # It is compiled even for eager steps, where every operation costs time.

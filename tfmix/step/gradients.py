@@ -8,7 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from tfmix._keras import compilation
+from tfmix._keras import kernels, tracing
 from tfmix._keras import variables as keras_variables
 from tfmix.ops import tensors
 
@@ -76,8 +76,8 @@ def narrow_if_dense(grads: Sequence, true: Sequence) -> list:
 def _quotient(scale: Any) -> Callable[[Any], Any]:
     """Returns a function that divides a tensor by a scale."""
     # The reciprocal of a constant beyond 2^126 would be folded to zero.
-    apart = compilation.kept_apart(scale)
-    if compilation.by_xla():
+    apart = kernels.kept_apart(scale)
+    if tracing.by_xla():
         return _by_reciprocal(apart)
     return functools.partial(_divided, apart)
 
@@ -161,7 +161,7 @@ def become_infinite(gradients: Sequence) -> list[bool]:
     Args:
         gradients: The gradients of a model's variables, at least one.
     """
-    if compilation.by_xla():
+    if tracing.by_xla():
         return [True] * len(gradients)
     small = [None in tuple(x.shape) or is_small(x) for x in gradients]
     return small if any(small) else [True] * len(gradients)

@@ -19,14 +19,14 @@ from keras import ops, tree
 
 from tfmix import _arguments
 from tfmix._keras import (
-    compilation,
     compile_method,
     context_values,
+    files,
     global_state,
     layers,
     optimizers,
     replacing,
-    saved_models,
+    tracing,
     training,
 )
 from tfmix._keras import variables as keras_variables
@@ -163,7 +163,7 @@ class Step:
         scaled: The `id`s of the optimizers that scaled a loss.
         flags: What the `apply`s reported that the step itself called, not a
             branch in it.
-        trace: The `compilation.trace` of the step.
+        trace: The `tracing.trace` of the step.
         counts: What the counter held when the step began.
     """
 
@@ -174,7 +174,7 @@ class Step:
     updated: set[int] = dataclasses.field(default_factory=set)
     scaled: set[int] = dataclasses.field(default_factory=set)
     flags: list[Any] = dataclasses.field(default_factory=list)
-    trace: Any = dataclasses.field(default_factory=compilation.trace)
+    trace: Any = dataclasses.field(default_factory=tracing.trace)
     counts: Any = None
 
     def outcome(self) -> Outcome:
@@ -225,7 +225,7 @@ def report(applied: Any) -> None:
     """
     if (step := around()) is None:
         return
-    if compilation.trace() == step.trace:
+    if tracing.trace() == step.trace:
         step.flags.append(applied)
     if step.counter is not None:
         step.counter.add(applied)
@@ -251,7 +251,7 @@ class Counter:
         if self._counts is None:
             replicas.once_for_all(self._create)
         with replicas.one_replica([self._counts]):
-            return compilation.read(self._counts)
+            return keras_variables.read(self._counts)
 
     def add(self, applied: Any) -> None:
         """Counts one `apply`."""
@@ -299,7 +299,7 @@ def _any(flags: list) -> Any:
 def _is_written(variable: Any) -> bool:
     # It is not known for an eager step, or under JAX.
     on_tensorflow = keras.backend.backend() == "tensorflow"
-    return on_tensorflow and compilation.may_be_written(variable)
+    return on_tensorflow and keras_variables.may_be_written(variable)
 
 
 class _Guard:
@@ -318,24 +318,26 @@ class _Guard:
             "get_compile_config": self._compile_config,
         }
         if on_tensorflow:
-            self.wrappers |= {saved_models.CHILDREN: self._children}
+            self.wrappers |= {files.CHILDREN: self._children}
 
     def _on_tensorflow(
         self, original: Callable, *args: Any, **kwargs: Any
     ) -> Any:
         before = {
-            id(variable): compilation.read(variable)
-            for variable in map(compilation.backend_variable, self._watched())
+            id(variable): keras_variables.read(variable)
+            for variable in map(
+                keras_variables.backend_variable, self._watched()
+            )
         }
 
         def note(create: Callable, **kwargs: Any) -> Any:
             variable = create(**kwargs)
             if not kwargs.get("trainable"):
-                before[id(variable)] = compilation.read(variable)
+                before[id(variable)] = keras_variables.read(variable)
             return variable
 
         def old(variable: Any) -> Any:
-            return before.get(id(compilation.backend_variable(variable)))
+            return before.get(id(keras_variables.backend_variable(variable)))
 
         counter = None if self._applies_once() else self._counter
         # A model, or a metric, may be built in its first step.
@@ -492,9 +494,9 @@ class _Guard:
         """
         results = original()
         counts = self._counts()
-        if not (results and all(map(compilation.is_host_readable, counts))):
+        if not (results and all(map(keras_variables.is_host_readable, counts))):
             return results
-        is_measured = any(map(compilation.host_value, counts))
+        is_measured = any(map(keras_variables.host_value, counts))
         return {} if counts and not is_measured else results
 
     def _counts(self) -> list[keras.Variable]:
@@ -523,7 +525,7 @@ class _Guard:
             counts = self._counter.variables if self._counter else []
             return [*self._watched(), *counts]
 
-        return saved_models.children(original, used, *args, **kwargs)
+        return files.children(original, used, *args, **kwargs)
 
     def _compile_config(self, original: Callable) -> Any:
         """Notes in a saved model that it was guarded."""
@@ -549,7 +551,7 @@ def _mended(pairs: list) -> list:
     begins_lost = ops.logical_not(finite.all_finite(floats))
 
     def mended(variable: Any, old: Any) -> Any:
-        new = compilation.read(variable)
+        new = keras_variables.read(variable)
         stays = _is_lost(new, old) if finite.is_float(old) else begins_lost
         return ops.where(stays, new, old)
 
@@ -588,14 +590,14 @@ def kept_finite(
         # The guard restores the others.
         variables = [v for v in variables if id(v) not in step.watched]
     # Values are compared as they are stored, not as 16-bit layers read them.
-    with layers.autocast(None):
+    with keras_variables.autocast(None):
         before = [
-            (_local(v), compilation.read(v))
+            (_local(v), keras_variables.read(v))
             for v in filter(_is_watched, variables)
         ]
     outputs = call(*args, **kwargs)
-    one_by_one = step is not None and not step.is_own and compilation.by_xla()
-    with layers.autocast(None), replicas.one_replica([]):
+    one_by_one = step is not None and not step.is_own and tracing.by_xla()
+    with keras_variables.autocast(None), replicas.one_replica([]):
         written = finite.written(before)
         if not one_by_one:
             stays = ops.logical_not(_any_lost(written))
@@ -604,7 +606,7 @@ def kept_finite(
         for variable, old in written:
             # This is fused with the kernel that computes the value.
             if finite.is_float(old):
-                new = compilation.read(variable)
+                new = keras_variables.read(variable)
                 variable.assign(ops.where(_is_lost(old, new), old, new))
     return outputs
 
@@ -618,7 +620,7 @@ def _any_lost(written: list) -> Any:
     floats = [(v, old) for v, old in written if finite.is_float(old)]
     if not floats:
         return False
-    new = [compilation.read(variable) for variable, _ in floats]
+    new = [keras_variables.read(variable) for variable, _ in floats]
 
     def none_lost() -> Any:
         lost = [
@@ -640,7 +642,7 @@ def _is_lost(old: Any, new: Any) -> Any:
 def _local(variable: Any) -> Any:
     """Returns this replica's copy of a variable (TensorFlow)."""
     on_jax = keras.backend.backend() == "jax"
-    held = variable if on_jax else compilation.backend_variable(variable)
+    held = variable if on_jax else keras_variables.backend_variable(variable)
     return keras_variables.local(held)
 
 

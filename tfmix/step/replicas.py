@@ -15,7 +15,7 @@ from typing import Any
 import keras
 
 from tfmix import _messages
-from tfmix._keras import compilation, optimizers
+from tfmix._keras import optimizers, tracing
 from tfmix._keras import variables as keras_variables
 from tfmix.step import gradients
 
@@ -76,7 +76,7 @@ def once_for_all(
         variables: The variables whose values it reads.
     """
     if not _in_replica_of_many():
-        with compilation.outside_of_tracing(variables):
+        with keras_variables.outside_of_tracing(variables):
             function()
         return
 
@@ -176,7 +176,7 @@ def one_replica(
         return
     # A TPU's step is traced once for all replicas, without local copies or
     # merge calls.
-    if not tf.distribute.has_strategy() or compilation.for_tpu():
+    if not tf.distribute.has_strategy() or tracing.for_tpu():
         with optimizers.without_reduction(optimizer):
             yield
         return

@@ -1,10 +1,15 @@
-"""What a `tf.train.Checkpoint` holds of an optimizer around another."""
+"""What files hold of our objects: checkpoints, SavedModels, Keras's own."""
 
+import contextlib
 import functools
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+from keras.src.saving import serialization_lib
+
+from tfmix._keras import variables as keras_variables
 
 _INNER = "inner_optimizer"
 # Every optimizer has these. Keras's scaler does not use its own, so in a
@@ -153,3 +158,40 @@ class _Unplaced:
                 position.restore(unused)
             else:
                 self.waiting.setdefault(self.name, []).append(position)
+
+
+# This method lists what an object holds, for a SavedModel or a checkpoint.
+CHILDREN = "_trackable_children"
+
+
+def children(
+    original: Callable,
+    variables: Callable[[], Sequence],
+    save_type: str = "checkpoint",
+    **kwargs: Any,
+) -> dict[str, Any]:
+    """Returns what an object holds; in a SavedModel also some variables.
+
+    Args:
+        original: The object's own `_trackable_children`.
+        variables: Returns the variables.
+        save_type: What is written: `"checkpoint"` or `"savedmodel"`.
+        **kwargs: Further arguments of the method.
+    """
+    held: dict[str, Any] = original(save_type, **kwargs)
+    if save_type != "savedmodel":
+        return held
+    more = map(keras_variables.backend_variable, variables())
+    return held | {f"tfmix_{n}": each for n, each in enumerate(more)}
+
+
+def save_with(owner: Any, variable: keras.Variable) -> None:
+    """Saves a variable in the SavedModels that an object is part of."""
+    own = getattr(owner, CHILDREN)
+    held = functools.partial(children, own, lambda: [variable])
+    object.__setattr__(owner, CHILDREN, held)
+
+
+def trusting() -> contextlib.AbstractContextManager:
+    """Lets Lambda layers load, because the code is the caller's own."""
+    return serialization_lib.SafeModeScope(False)

@@ -1,0 +1,179 @@
+"""Computes what XLA compiles well only if it is written like this."""
+
+import collections
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfmix._keras import tracing
+
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
+
+    # `tfmix` replaces it in that module.
+    _tensorflow_cast = tf.cast
+else:
+    import jax
+    import jax.extend.core
+    from jax.interpreters import batching, mlir
+
+# A tensor with more numbers is large.
+_LARGE = 2**18
+
+
+def kept_apart(tensor: Any) -> Any:
+    """Returns the tensor behind a barrier to compiler optimizations."""
+    if keras.backend.backend() == "jax":
+        return jax.lax.optimization_barrier(tensor)
+    if not tracing.by_xla():
+        return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=())
+    from tensorflow.compiler.tf2xla.ops import gen_xla_ops
+
+    return gen_xla_ops.xla_optimization_barrier([tensor])[0]
+
+
+def bitcast(tensor: Any, dtype: str) -> Any:
+    """Reads the same bits as another dtype of the same size."""
+    tensor = keras.ops.convert_to_tensor(tensor)
+    if keras.backend.backend() == "tensorflow":
+        return tf.bitcast(tensor, dtype)
+    return jax.lax.bitcast_convert_type(tensor, dtype)
+
+
+def cast(tensor: Any, dtype: str) -> Any:
+    """Casts a tensor by the backend's own function, replaced or not."""
+    if keras.backend.backend() == "jax":
+        return jax.numpy.asarray(tensor, dtype)
+    return _tensorflow_cast(tensor, dtype)
+
+
+def selected(condition: Any, if_true: Any, if_false: Any) -> Any:
+    """Returns one of two tensors of one shape and dtype, by a scalar (XLA)."""
+    if keras.backend.backend() == "jax":
+        # `where` compiles a program of its own at each place, with broadcasts.
+        return jax.lax.select(condition, if_true, if_false)
+    return tf.where(condition, if_true, if_false)
+
+
+def not_finite(tensor: Any) -> Any:
+    """Returns which numbers of a float tensor are infinite or NaN."""
+    if keras.backend.backend() == "jax":
+        # `jax.numpy` would trace a function for each of hundreds of gradients.
+        return jax.lax.bitwise_not(jax.lax.is_finite(tensor))
+    return tf.logical_not(tf.math.is_finite(tensor))
+
+
+def any_true(flags: Any) -> Any:
+    """Returns whether a boolean tensor holds a true, as a scalar tensor."""
+    if keras.backend.backend() == "jax":
+        return jax.lax.reduce_or(flags, tuple(range(flags.ndim)))
+    return tf.reduce_any(flags)
+
+
+def by_shape(
+    tensors: Sequence, function: Callable[[list], Any], apart: Callable
+) -> Any:
+    """Joins the vectors that a function returns for tensors of one shape.
+
+    Args:
+        tensors: The tensors.
+        function: Takes tensors of one shape; returns a number for each.
+        apart: Returns whether a tensor may not be joined with others.
+
+    Returns:
+        A vector with the number of each tensor.
+    """
+    groups: dict[Any, list[int]] = collections.defaultdict(list)
+    for n, tensor in enumerate(tensors):
+        groups[n if apart(tensor) else tuple(tensor.shape)].append(n)
+    order = [n for group in groups.values() for n in group]
+    parts = [function([tensors[n] for n in g]) for g in groups.values()]
+    joined = keras.ops.concatenate(parts)
+    in_order = order == sorted(order)
+    return joined if in_order else keras.ops.take(joined, np.argsort(order))
+
+
+def sums(tensors: Sequence, together: tuple[int, int]) -> Any:
+    """Returns the sums of integer tensors of one shape, as a vector.
+
+    Args:
+        tensors: The tensors.
+        together: The number of small, and of large tensors that one kernel
+            reads.
+    """
+    step = together[math.prod(tensors[0].shape) > _LARGE]
+    parts = [
+        _sums(tensors[start : start + step])
+        for start in range(0, len(tensors), step)
+    ]
+    return keras.ops.concatenate(parts)
+
+
+def _sums(tensors: Sequence) -> Any:
+    # XLA reads all of them in one kernel. Separate sums take two kernels each.
+
+    def added(*both: Any) -> tuple:
+        half = len(both) // 2
+        pairs = zip(both[:half], both[half:], strict=True)
+        return tuple(left + right for left, right in pairs)
+
+    axes = range(len(tensors[0].shape))
+    if keras.backend.backend() == "jax":
+        zeros = [jax.numpy.zeros((), tensor.dtype) for tensor in tensors]
+        totals = jax.lax.reduce(
+            tuple(tensors),
+            tuple(zeros),
+            lambda *halves: added(*halves[0], *halves[1]),
+            tuple(axes),
+        )
+        return jax.numpy.stack(totals)
+    if not tracing.by_xla():
+        return tf.stack([tf.reduce_sum(tensor) for tensor in tensors])
+    from tensorflow.compiler.tf2xla.ops import gen_xla_ops
+
+    scalars = [tf.TensorSpec((), tensor.dtype) for tensor in tensors]
+    reducer = tf.function(added, autograph=False)
+    totals = gen_xla_ops.xla_variadic_reduce_v2(
+        list(tensors),
+        [tf.zeros((), tensor.dtype) for tensor in tensors],
+        list(axes),
+        reducer.get_concrete_function(*scalars, *scalars),
+    )
+    return tf.stack(totals)
+
+
+def by_target(single: Callable, default: Callable) -> Callable[..., Any]:
+    """Returns a function of tensors that XLA compiles for its target.
+
+    Both functions compute the same: `single` on a single accelerator, and
+    `default` where several devices share the tensors, or on a CPU. The host's
+    own devices do not matter. TensorFlow's tensors are not shared.
+    """
+    if keras.backend.backend() == "tensorflow":
+        return single
+    primitive = jax.extend.core.Primitive("tfmix_by_target")
+
+    def lower(context: Any, *values: Any) -> Any:
+        around = context.module_context
+        is_alone = getattr(around.axis_context, "num_devices", None) == 1
+        on_cpu = "cpu" in around.platforms
+        chosen = single if is_alone and not on_cpu else default
+        lowering = mlir.lower_fun(chosen, multiple_results=False)
+        return lowering(context, *values)
+
+    def batched(values: Sequence, axes: Sequence) -> tuple[Any, int]:
+        return jax.vmap(default, axes)(*values), 0
+
+    def abstract(*values: Any) -> Any:
+        shape = jax.eval_shape(default, *values)
+        return jax.core.ShapedArray(shape.shape, shape.dtype)
+
+    primitive.def_abstract_eval(abstract)
+    primitive.def_impl(jax.jit(default))
+    mlir.register_lowering(primitive, lower)
+    batching.primitive_batchers[primitive] = batched
+    # The result has no gradient.
+    return lambda *values: primitive.bind(*jax.lax.stop_gradient(values))

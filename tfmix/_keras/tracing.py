@@ -1,0 +1,167 @@
+"""Says how the running code is traced."""
+
+import collections
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import keras
+
+from tfmix._keras import context_values, replacing
+
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
+else:
+    import jax
+    import jax.extend.core
+
+Function = TypeVar("Function", bound=Callable)
+
+_RUNS_EAGERLY = "_run_functions_eagerly"
+# `trace` returns this for code that is not traced.
+EAGER = "eager"
+_lock = threading.Lock()
+# Counts the blocks that each thread is in; the last one to end restores all.
+_blocks: collections.Counter[int] = collections.Counter()
+_replacements = replacing.Replacements()
+
+
+def by_xla() -> bool:
+    """Returns whether the traced code becomes part of an XLA program."""
+    # If TensorFlow does not know, "no" is the safe answer: slower, but correct.
+    if keras.backend.backend() != "tensorflow":
+        return True
+    if tf.executing_eagerly():
+        return False
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None:
+        context = getattr(graph, "_get_control_flow_context", lambda: None)()
+        while context is not None:
+            if getattr(context, "IsXLAContext", lambda: None)():
+                return True
+            context = getattr(context, "outer_context", None)
+        graph = getattr(graph, "outer_graph", None)
+    return False
+
+
+def compiled_for(platform: str) -> contextlib.AbstractContextManager[None]:
+    """Sets the platform that a block is traced for: "tpu", "cuda"."""
+    return context_values.holding(platform=platform)
+
+
+def for_tpu() -> bool:
+    """Returns whether TensorFlow is known to trace for a TPU."""
+    strategy = type(tf.distribute.get_strategy()).__name__
+    return context_values.block.get().platform == "tpu" or "TPU" in strategy
+
+
+def for_gpu(tensor: Any = None) -> bool:
+    """Returns whether TensorFlow traces for an NVIDIA GPU.
+
+    Args:
+        tensor: An operand, which may lie on a CPU.
+    """
+    platform = context_values.block.get().platform
+    if platform:
+        return platform == "cuda"
+    if not tf.test.is_built_with_cuda():
+        return False
+    on_cpu = tensor is not None and "CPU" in tensor.device
+    return not on_cpu and bool(tf.config.list_logical_devices("GPU"))
+
+
+def by_gpu_kernels(tensor: Any = None) -> bool:
+    """Returns whether TensorFlow's own GPU kernels run the code, without XLA.
+
+    Args:
+        tensor: An operand, as for `for_gpu`.
+    """
+    if keras.backend.backend() != "tensorflow":
+        return False
+    return for_gpu(tensor) and not by_xla()
+
+
+def trace() -> Any:
+    """Returns a token that equals itself only within one compiled function.
+
+    It is `EAGER` if nothing is compiled, also inside `jax.grad`.
+    """
+    if keras.backend.backend() == "jax":
+        # A transformation such as `jax.grad` does not trace constants.
+        constant = jax.numpy.zeros(())
+        if not is_symbolic(constant):
+            return EAGER
+        return weakref.ref(constant._trace)
+    if tf.executing_eagerly():
+        return EAGER
+    return weakref.ref(tf.compat.v1.get_default_graph())
+
+
+def is_made_in(function: Any, tensor: Any) -> bool:
+    """Returns whether a tensor belongs to the function of a `trace` token.
+
+    A tensor of a function that is traced inside it, such as the body of a loop,
+    does not.
+    """
+    if keras.backend.backend() == "jax":
+        return not is_symbolic(tensor) or function == weakref.ref(tensor._trace)
+    return hasattr(tensor, "numpy")
+
+
+def is_symbolic(tensor: Any) -> bool:
+    """Returns whether a tensor's value is not known yet."""
+    if keras.backend.backend() == "tensorflow":
+        return bool(tf.is_symbolic_tensor(tensor))
+    return isinstance(tensor, jax.core.Tracer)
+
+
+def cast_from(tensor: Any) -> Any:
+    """Returns the source of a cast in TensorFlow's graph, or `None`."""
+    is_symbol = keras.backend.backend() == "tensorflow" and isinstance(
+        tensor, tf.Tensor
+    )
+    if not is_symbol or tf.executing_eagerly() or tensor.op.type != "Cast":
+        return None
+    return tensor.op.inputs[0]
+
+
+def untouched(function: Function) -> Function:
+    """Returns the function, marked so that AutoGraph does not rewrite it."""
+    # Our functions have no Python control flow on tensors, and rewriting is
+    # slow.
+    if keras.backend.backend() != "tensorflow":
+        return function
+    return tf.autograph.experimental.do_not_convert(function)
+
+
+@contextlib.contextmanager
+def nothing_traced() -> Iterator[None]:
+    """Runs `tf.function`s op by op in a block, in the calling thread only."""
+    if keras.backend.backend() != "tensorflow":
+        yield
+        return
+    thread = threading.get_ident()
+    with _lock:
+        _blocks[thread] += 1
+        # This is the class of what `tf.function` returns.
+        function = type(tf.function(lambda: None))
+        _replacements.set({(function, _RUNS_EAGERLY): _or_in_a_block})
+    try:
+        yield
+    finally:
+        with _lock:
+            _blocks[thread] -= 1
+            if not _blocks[thread]:
+                del _blocks[thread]
+            if not _blocks:
+                _replacements.set({})
+
+
+def _or_in_a_block(original: property) -> property:
+    def is_eager(function: object) -> bool:
+        usually = original.__get__(function, type(function))
+        return threading.get_ident() in _blocks or bool(usually)
+
+    return property(is_eager)
