@@ -8,17 +8,11 @@ import traceback
 import types
 
 from tfmix import _messages
+from tfmix._keras import layers
 
-# Users cannot change the code of these packages.
-_LIBRARIES = frozenset("keras tensorflow jax jaxlib numpy tfmix".split())
 # AutoGraph runs a copy of the code. In its errors, the lines of the original
 # end like this.
 _CONVERTED = re.compile(r'File "(.+)", line (\d+), in .+  \*$', re.MULTILINE)
-
-
-def in_library(module: str) -> bool:
-    """Returns whether a module is part of a library, not of the user's code."""
-    return module.split(".")[0] in _LIBRARIES
 
 
 def users_line(error: Exception) -> str:
@@ -28,7 +22,7 @@ def users_line(error: Exception) -> str:
         return line_of(file, int(number))
     frames = list(traceback.walk_tb(error.__traceback__))
     for frame, line in reversed(frames):
-        if not in_library(frame.f_globals.get("__name__", "")):
+        if not layers.in_library(frame.f_globals.get("__name__", "")):
             return line_of(frame.f_code.co_filename, line)
     return ""
 
@@ -43,7 +37,7 @@ def line_of(file: str, line: int | None) -> str:
 def warn(text: str) -> None:
     """Warns once per line of the user's code, and names the line."""
     frame: types.FrameType | None = sys._getframe()
-    while frame and in_library(frame.f_globals.get("__name__", "")):
+    while frame and layers.in_library(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
     file, line = "?", 0
     if frame:

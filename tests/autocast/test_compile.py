@@ -7,8 +7,9 @@ from keras import layers, optimizers
 
 import tfmix
 from tests import helpers
+from tfmix._keras import context_values
 from tfmix.autocast import record as mixed_model
-from tfmix.ops import active_rules, stand_ins
+from tfmix.ops import stand_ins
 from tfmix.policy import policy as policies
 
 X = np.random.default_rng(3).normal(size=(16, 3)).astype("float32")
@@ -295,12 +296,12 @@ def test_rules_hold_for_a_users_own_compile_and_not_for_kerass():
     @keras.saving.register_keras_serializable("tests")
     class Noting(optimizers.SGD):
         def __init__(self, **kwargs):
-            seen["Keras's"] = active_rules.of_caller()
+            seen["Keras's"] = context_values.active_rules()
             super().__init__(**kwargs)
 
     class Model(Subclassed):
         def compile(self, *args, **kwargs):
-            seen["own"] = active_rules.of_caller()
+            seen["own"] = context_values.active_rules()
             super().compile(*args, **kwargs)
 
     model = under(F16, Model, optimizers.serialize(Noting()))
@@ -315,7 +316,7 @@ def test_a_step_runs_under_the_rules_of_the_last_policy_only():
 
     class Model(Subclassed):
         def train_step(self, data):
-            seen.append({"tanh", "sum"} & active_rules.of_caller())
+            seen.append({"tanh", "sum"} & context_values.active_rules())
             return super().train_step(data)
 
     model = Model()

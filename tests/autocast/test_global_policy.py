@@ -11,8 +11,9 @@ import pytest
 
 import tfmix
 from tests import helpers
+from tfmix._keras import context_values
 from tfmix.autocast import global_policy as state
-from tfmix.ops import active_rules, stand_ins
+from tfmix.ops import stand_ins
 from tfmix.policy import policy as policies
 
 # The public function `devices` hides the module.
@@ -414,11 +415,14 @@ def test_scopes_of_a_thread_may_end_in_any_order():
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    assert (new_layer_policy(), active_rules.of_caller()) == ("float32", set())
+    assert (new_layer_policy(), context_values.active_rules()) == (
+        "float32",
+        set(),
+    )
     second.__exit__(None, None, None)
-    assert active_rules.of_caller() == set()
+    assert context_values.active_rules() == set()
     state.set_global_policy("mixed_bfloat16")
-    assert policies.SIXTEEN_BIT in active_rules.of_caller()
+    assert policies.SIXTEEN_BIT in context_values.active_rules()
 
 
 def test_a_decorated_function_runs_in_several_threads_at_a_time():
@@ -444,4 +448,4 @@ def test_a_decorated_function_runs_in_several_threads_at_a_time():
     assert results == ["mixed_float16"]
     assert new_layer_policy() == "mixed_bfloat16"
     state.set_global_policy("float32")
-    assert active_rules.of_caller() == set()
+    assert context_values.active_rules() == set()

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from tests import helpers, steps
+from tfmix._keras import context_values
 from tfmix.autocast import global_policy
 from tfmix.loss_scaling import errors, rules
 from tfmix.loss_scaling import optimizer as optimizers
-from tfmix.ops import active_rules
 from tfmix.step import finite
 
 # These tests scale the gradients for `apply` themselves.
@@ -352,14 +352,14 @@ def test_a_layer_made_trainable_after_compile_says_what_to_do(policy, eager):
 
 def test_a_step_computes_without_the_rules_of_its_model(monkeypatch):
     global_policy.set_global_policy("mixed_float16")
-    assert active_rules.of_caller()
+    assert context_values.active_rules()
     seen = {}
 
     def watch(owner, name):
         original = getattr(owner, name)
 
         def noted(*args):
-            seen[name] = active_rules.of_caller()
+            seen[name] = context_values.active_rules()
             return original(*args)
 
         monkeypatch.setattr(owner, name, noted)

@@ -70,6 +70,20 @@ NO_RULES: frozenset[str] = frozenset()
 block = contextvars.ContextVar("tfmix_block", default=_NOTHING)
 
 
+class _Installed:
+    # These hold outside of blocks.
+    rules = NO_RULES
+
+
+installed = _Installed()
+
+
+def active_rules() -> frozenset[str]:
+    """Returns the rules of the caller's block, or the installed ones."""
+    own = block.get().rules
+    return installed.rules if own is None else own
+
+
 @contextlib.contextmanager
 def holding(**values: Any) -> Iterator[None]:
     """Changes some settings for a block.

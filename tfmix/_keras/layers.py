@@ -31,6 +31,8 @@ _BROKEN_BY_CASTS = (
 # `Layer.__call__` calls this method first, before it casts inputs. An instance
 # attribute of that name hooks one layer and leaves its class alone.
 FIRST_CALLED = "_check_super_called"
+# Users cannot change the code of these packages.
+_LIBRARIES = frozenset("keras tensorflow jax jaxlib numpy tfmix".split())
 # tfmix adds only this attribute to a layer.
 _MARKS = "_tfmix_marks"
 
@@ -89,6 +91,11 @@ def is_input(layer: Any) -> bool:
 def is_builtin(layer: Any) -> bool:
     """Returns whether a layer's class is part of Keras."""
     return type(layer).__module__.split(".")[0] == "keras"
+
+
+def in_library(module: str) -> bool:
+    """Returns whether a module is part of a library, not of the user's code."""
+    return module.split(".")[0] in _LIBRARIES
 
 
 def takes_casts(layer: Any) -> bool:
@@ -250,6 +257,13 @@ def users_attributes(attributes: Mapping[str, Any]) -> list[str]:
 
 
 _KERAS_ATTRIBUTES = frozenset(vars(keras.layers.Layer(name="any")))
+
+
+def drop_losses(layer: keras.Layer) -> None:
+    """Forgets the losses that calls have added to a layer, at any depth."""
+    for inner in flat_layers(layer):
+        inner._losses.clear()
+        inner._loss_ids.clear()
 
 
 def added_losses(model: keras.Layer) -> list[tuple[keras.Layer, Any]]:

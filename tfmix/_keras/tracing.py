@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import keras
 
-from tfmix._keras import context_values, replacing
+from tfmix._keras import context_values, global_state, replacing
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
@@ -115,6 +115,21 @@ def is_symbolic(tensor: Any) -> bool:
     if keras.backend.backend() == "tensorflow":
         return bool(tf.is_symbolic_tensor(tensor))
     return isinstance(tensor, jax.core.Tracer)
+
+
+def will_run_later() -> bool:
+    """Returns whether TensorFlow traces a graph that will run."""
+    if keras.backend.backend() != "tensorflow" or tf.executing_eagerly():
+        return False
+    return global_state.open_scope() is None
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[None]:
+    """Runs a block in a separate graph, in which nothing is assigned."""
+    graph = tf.__internal__.FuncGraph("tfmix_scratch")
+    with keras.StatelessScope(), graph.as_default():
+        yield
 
 
 def cast_from(tensor: Any) -> Any:

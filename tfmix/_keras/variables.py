@@ -476,3 +476,14 @@ def reading(original: Callable, copied: Callable) -> Callable:
         return read(self, value)
 
     return maybe_cast
+
+
+def has_value(variable: keras.Variable) -> bool:
+    """Returns whether a variable has its first value."""
+    return variable._value is not None
+
+
+def copied(variable: keras.Variable) -> Any:
+    """Returns a variable's value, which later assignments leave alone."""
+    value = variable._value
+    return tf.identity(value) if hasattr(value, "assign") else value

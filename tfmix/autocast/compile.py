@@ -14,6 +14,7 @@ import keras
 from tfmix import _arguments, _formats, _messages
 from tfmix._keras import (
     compile_method,
+    context_values,
     layers,
     optimizers,
     replacing,
@@ -22,7 +23,7 @@ from tfmix._keras import (
 from tfmix.autocast import bare_optimizers, exact_inputs, fallback, record
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.loss_scaling import rules
-from tfmix.ops import active_rules, stand_ins
+from tfmix.ops import stand_ins
 from tfmix.optimizers import master_weights, sixteen_bit_optimizer
 from tfmix.policy import policy as policies
 from tfmix.step import guard
@@ -38,7 +39,7 @@ def compiling(original: Callable[..., None]) -> Callable[..., None]:
         if guarded is None or not guarded.alone:
             _adopt(self)
         is_ours = guarded or _has_record(self)
-        if is_ours or policies.SIXTEEN_BIT in active_rules.of_caller():
+        if is_ours or policies.SIXTEEN_BIT in context_values.active_rules():
             _compile(self, method, args, kwargs)
         else:
             method(*args, **kwargs)

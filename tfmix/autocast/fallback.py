@@ -14,11 +14,11 @@ import keras
 
 from tfmix import _formats, _messages, _users_code
 from tfmix._keras import (
-    attempts,
     context_values,
     global_state,
     layers,
     replacing,
+    tracing,
     training,
     variables,
 )
@@ -207,8 +207,8 @@ class _Fallback:
                 _attach_inside(self._layer)
         mode = kwargs.get("training") is True
         is_new = mode not in self._proven and not self.is_float32()
-        if is_new and attempts.would_last(self._layer):
-            with attempts.scratch():
+        if is_new and _would_last(self._layer):
+            with tracing.scratch():
                 self._run(original, args, kwargs)
         outputs = self._run(original, args, kwargs, is_new)
         self._proven.add(mode)
@@ -224,7 +224,7 @@ class _Fallback:
         """Calls the layer; if that fails, undoes it and tries in float32."""
         if self.is_float32():
             return self._in_float32(original, args, kwargs)
-        restore = attempts.noted(self._layer, is_new)
+        restore = _noted(self._layer, is_new)
         try:
             with self._attempt():
                 return original(*args, **kwargs)
@@ -269,7 +269,7 @@ class _Fallback:
         return self._is_users() and self._layer.compute_dtype == "float32"
 
     def _is_users(self) -> bool:
-        return not _users_code.in_library(type(self._layer).__module__)
+        return not layers.in_library(type(self._layer).__module__)
 
     def _fall_back(self, error: Exception, undo: contextlib.ExitStack) -> None:
         """Makes the layer float32, and the layers inside ready for that."""
@@ -369,3 +369,47 @@ def _may_change(layer: keras.Layer) -> bool:
         inner.compute_dtype in _formats.SIXTEEN_BIT
         for inner in layers.flat_layers(layer)
     )
+
+
+def _would_last(layer: keras.Layer) -> bool:
+    """Returns whether the assignments of a call cannot be undone here.
+
+    A graph that TensorFlow traces cannot be undone, and replicas wait for each
+    other at assignments. So the first call is tried in a separate graph that
+    never runs. Keras's own layers do not need that, unless they hold a layer
+    that is not Keras's.
+    """
+    if not tracing.will_run_later() or not layers.is_built(layer):
+        return False
+    known = all(map(layers.is_builtin, layers.flat_layers(layer)))
+    return not known and bool(_state(layer))
+
+
+def _noted(layer: keras.Layer, is_new: bool) -> Callable[[], None]:
+    """Notes what a call may assign and add; returns a function that undoes it.
+
+    Outside a stateless scope it notes only new calls, because it copies the
+    values.
+    """
+    scope, values = global_state.open_scope(), []
+    if scope is not None:
+        restore_scope = global_state.noted_scope(scope)
+    elif is_new and not tracing.will_run_later():
+        values = [(v, variables.copied(v)) for v in _state(layer)]
+
+    def restore() -> None:
+        if scope is not None:
+            restore_scope()
+        for variable, value in values:
+            variable.assign(value)
+        # The losses of a failed call would count twice.
+        layers.drop_losses(layer)
+
+    return restore
+
+
+def _state(layer: keras.Layer) -> list[keras.Variable]:
+    """Returns the variables that a layer's call itself may assign to."""
+    inside = layers.flat_layers(layer)
+    state = [v for inner in inside for v in variables.own_state(inner)]
+    return [*filter(variables.has_value, state)]

@@ -12,8 +12,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import global_state
-from tfmix.ops import active_rules
+from tfmix._keras import context_values, global_state
 
 _ON_JAX = keras.backend.backend() == "jax"
 # Losses of `keras.ops` with `from_logits`, and the activation that they invert.
@@ -37,7 +36,7 @@ def noting(activation: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(activation)
     def compute(x: Any, **axis: Any) -> Any:
         result = activation(x, **axis)
-        if not active_rules.of_caller():
+        if not context_values.active_rules():
             return result
         if _ON_JAX:
             note = {_key(activation.__name__, result, **axis): x}

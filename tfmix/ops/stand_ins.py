@@ -19,7 +19,7 @@ from tfmix._keras import (
     operators,
     replacing,
 )
-from tfmix.ops import active_rules, compute, losses_from_logits, table
+from tfmix.ops import compute, losses_from_logits, table
 from tfmix.policy import policy as policies
 
 Maker = Callable[[Any], Any]
@@ -67,13 +67,13 @@ def install(wanted: Iterable[str]) -> None:
     """
     global _kept
     with _lock:
-        active_rules.installed.rules, _kept = frozenset(wanted), frozenset()
+        context_values.installed.rules, _kept = frozenset(wanted), frozenset()
         _refresh()
 
 
 def installed() -> frozenset[str]:
     """Returns the rules that are active outside blocks."""
-    return active_rules.installed.rules
+    return context_values.installed.rules
 
 
 def keep(wanted: frozenset[str]) -> None:
@@ -122,14 +122,14 @@ def block_as_now() -> Callable[[], contextlib.AbstractContextManager]:
 
     The block in which the context was copied may have ended.
     """
-    return functools.partial(_replacing, active_rules.of_caller())
+    return functools.partial(_replacing, context_values.active_rules())
 
 
 def _refresh() -> None:
     """Replaces exactly what active rules need."""
     global _replaced
     running = [names for names, blocks in _running.items() if blocks]
-    needed = active_rules.installed.rules.union(_kept, *running)
+    needed = context_values.installed.rules.union(_kept, *running)
     if needed != _replaced:
         _replacements.set(_makers_for(needed) if needed else {})
         _replaced = needed
@@ -189,10 +189,10 @@ def _by_rules(
     def computed(*args: Any, **kwargs: Any) -> Any:
         if compute.local.inside:
             return original(*args, **kwargs)
-        # This is `active_rules.of_caller`; nothing is called more often.
+        # This is `context_values.active_rules`; nothing is called more often.
         names = _block().rules
         if names is None:
-            names = active_rules.installed.rules
+            names = context_values.installed.rules
         if not names:
             return original(*args, **kwargs)
         return compute.computed(op(), args, kwargs, name in names)
@@ -221,7 +221,7 @@ def _of_method(original: Any, method: Method) -> Any:
 
     @functools.wraps(original)
     def stand_in(*args: Any, **kwargs: Any) -> Any:
-        if method.rule in active_rules.of_caller():
+        if method.rule in context_values.active_rules():
             return replaced()(*args, **kwargs)
         return original(*args, **kwargs)
 

@@ -23,7 +23,6 @@ from tfmix._keras import (
 )
 from tfmix._keras import variables as keras_variables
 from tfmix.ops import (
-    active_rules,
     compute,
     contraction,
     exact_values,
@@ -64,7 +63,7 @@ def autocast(original: Callable) -> Callable:
 
     def copied(variable: Any, value: Any) -> Any:
         # Copies of symbols get no notes, so that ops leave them to Keras.
-        if not active_rules.of_caller() or global_state.on_shapes_only():
+        if not context_values.active_rules() or global_state.on_shapes_only():
             return original(variable, value)
         # The variable is read once, as the tensor that is then copied.
         weight = keras_variables.read(value)
