@@ -9,6 +9,7 @@ import pytest
 from keras import ops as kops
 
 from tests import helpers
+from tests.ops import test_every_op as every_op
 from tfmix._keras import op_places, tracing
 from tfmix._keras import variables as keras_variables
 from tfmix.autocast.global_policy import policy_scope
@@ -20,45 +21,6 @@ from tfmix.policy.policy import Policy
 FORMATS_OF_ALL_OPS = (
     ("bfloat16",) if helpers.ON_JAX else ("float16", "bfloat16")
 )
-
-
-def definite(x):
-    """Returns a positive definite matrix that both formats hold exactly."""
-    places = np.arange(4)
-    values = 2.0 ** -abs(places[:, None] - places) + np.diag(places)
-    return tensor(values, x.dtype)
-
-
-# These call each default op on one (4, 6) tensor of positive numbers.
-SPECIAL_CALLS = {
-    "logaddexp": lambda f, x: f(x, x),
-    "logaddexp2": lambda f, x: f(x, x),
-    "power": lambda f, x: f(x, 3),
-    "cdist": lambda f, x: f(x, x),
-    "rms_normalization": lambda f, x: f(x),
-    "segment_sum": lambda f, x: f(x, np.array([0, 0, 1, 1]), num_segments=2),
-    "average_pool": lambda f, x: f(
-        x[None], (2,), (2,), data_format="channels_last"
-    ),
-    "adaptive_average_pool": lambda f, x: f(
-        x[None], 2, data_format="channels_last"
-    ),
-    "dot_product_attention": lambda f, x: f(
-        *[kops.reshape(x, (1, 4, 1, 6))] * 3
-    ),
-    "categorical_crossentropy": lambda f, x: f(x, x),
-    "binary_crossentropy": lambda f, x: f(x, x),
-    "sparse_categorical_crossentropy": lambda f, x: f(
-        np.array([0, 1, 2, 3]), x
-    ),
-    "lstsq": lambda f, x: f(definite(x), x),
-    "solve": lambda f, x: f(definite(x), x),
-    "solve_triangular": lambda f, x: f(definite(x), x, lower=True),
-    **dict.fromkeys(
-        ("cholesky", "det", "eigh", "inv", "slogdet"),
-        lambda f, x: f(definite(x)),
-    ),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +36,7 @@ def available_defaults():
 
 
 def call(name, x):
-    return SPECIAL_CALLS.get(name, lambda f, x: f(x))(getattr(kops, name), x)
+    return every_op.form_of(name)(getattr(kops, name), x, x)
 
 
 def tensor(values, dtype):
@@ -104,7 +66,7 @@ def touched_places():
 @pytest.mark.parametrize("dtype", FORMATS_OF_ALL_OPS)
 @pytest.mark.parametrize("name", available_defaults())
 def test_a_ruled_op_is_the_float32_op_rounded_once(name, dtype):
-    x = positive(dtype)
+    x = tensor(every_op.matrix(), dtype)
     expected = keras.tree.map_structure(
         lambda t: kops.cast(t, dtype), call(name, kops.cast(x, "float32"))
     )
