@@ -15,12 +15,6 @@ from tfmix._keras import layers, replacing
 RUN_GRAPH = "_run_through_graph"
 
 
-def results(model: keras.Layer) -> list:
-    """Returns the symbolic results of a Functional or Sequential model."""
-    graph = getattr(model, "_functional", None) or model
-    return keras.tree.flatten(getattr(graph, "outputs", None) or [])
-
-
 def maker(tensor: keras.KerasTensor) -> tuple[Any, list]:
     """Returns the operation that made a symbolic tensor, and its inputs."""
     operation, node, _ = tensor._keras_history
@@ -43,7 +37,7 @@ def graph_parts(
         `id`s of the symbols that it takes from other groups, and of those that
         it passes to them or returns. No group takes from a later one.
     """
-    symbols = results(model)
+    symbols = layers.results(model)
     reached: dict[int, set[int]] = collections.defaultdict(set)
     for place, symbol in enumerate(symbols):
         reached[id(symbol)].add(place)

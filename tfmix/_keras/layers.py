@@ -376,3 +376,9 @@ def until_built(layer: keras.Layer, action: Callable) -> None:
             vars(layer).pop(FIRST_CALLED, None)
 
     put(layer, FIRST_CALLED, check)
+
+
+def results(model: keras.Layer) -> list:
+    """Returns the symbolic results of a Functional or Sequential model."""
+    graph = getattr(model, "_functional", None) or model
+    return keras.tree.flatten(getattr(graph, "outputs", None) or [])

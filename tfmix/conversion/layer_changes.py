@@ -134,6 +134,6 @@ def _set_spec(layer: keras.Layer, way_back: contextlib.ExitStack) -> None:
         dtype = keras.backend.standardize_dtype(tensor.dtype)
         if dtype in _formats.FORMATS:
             graph = layers.is_structure(layer)
-            results = graphs.results(layer) if graph else None
+            results = layers.results(layer) if graph else None
             result = results[place].dtype if results else layer.compute_dtype
             graphs.note_dtype(way_back, tensor, str(result))

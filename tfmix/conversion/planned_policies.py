@@ -45,7 +45,7 @@ def heads(model: keras.Layer) -> list[keras.Layer]:
     """
     if not layers.is_structure(model):
         return []
-    results = graphs.results(model)
+    results = layers.results(model)
     if not results:
         return heads(model.layers[-1]) or list(model.layers[-1:])
     return [

@@ -50,7 +50,7 @@ class Results:
                 model, part.run, arguments, {}, self._is_float16
             )
             known.update(zip(part.gives, made, strict=True))
-        symbols = graphs.results(model)
+        symbols = layers.results(model)
         made = [self._as_made(*known[id(symbol)]) for symbol in symbols]
         return graphs.packed_results(model, made)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import global_state, graphs, layers, replacing
+from tfmix._keras import global_state, layers, replacing
 from tfmix.gradient_scaling import heads, model_call
 from tfmix.ops import exact_values, tensors
 from tfmix.step import guard
@@ -46,7 +46,7 @@ class Outputs:
     @functools.cached_property
     def parts(self) -> list[heads.Part]:
         """The parts of a graph that scale separately."""
-        several = len(graphs.results(self._model)) > 1
+        several = len(layers.results(self._model)) > 1
         return heads.parts(self._model) if several else []
 
     def of(self, *args: Any, **kwargs: Any) -> Any:
