@@ -21,8 +21,10 @@ class Block:
         policy: The policy of new layers; `None` for that of the scopes.
         around: What the running model call is part of, `None` if of nothing.
         has_borders: Whether models scale their gradients at a border.
-        placing: The factor of a border's power of two: in `fit` the loss scale
-            divided by its first value, else 1.
+        place: Where gradients lie in float16's range: a factor of the power of
+            two of the borders around a model's call.
+        place_of_step: In a model's step the place that its optimizer gives it,
+            else `None`.
         outside: Computes a user's gradient function outside of the border
             around the running code, `None` if there is no border.
         power: The power of two of the gradients that are formed now, `None`
@@ -48,7 +50,8 @@ class Block:
     policy: keras.DTypePolicy | None = None
     around: Any = None
     has_borders: bool = True
-    placing: Any = 1.0
+    place: Any = 1.0
+    place_of_step: Any = None
     outside: Any = None
     power: Any = None
     in_fit: bool = False

@@ -182,7 +182,8 @@ def children(
     if save_type != "savedmodel":
         return held
     more = map(keras_variables.backend_variable, variables())
-    return held | {f"tfmix_{n}": each for n, each in enumerate(more)}
+    # Other parts of the object may have added theirs.
+    return held | {f"tfmix_{n}": each for n, each in enumerate(more, len(held))}
 
 
 def save_with(owner: Any, variable: keras.Variable) -> None:

@@ -109,6 +109,14 @@ def open_scope() -> keras.StatelessScope | None:
     return scope
 
 
+def open_scopes() -> Iterator[keras.StatelessScope]:
+    """Yields each `keras.StatelessScope` around, from the innermost."""
+    scope = open_scope()
+    while scope is not None:
+        yield scope
+        scope = scope.original_scope
+
+
 def noted_scope(scope: Any) -> Callable[[], None]:
     """Notes what a scope holds; returns a function that restores it."""
     mapping, losses = dict(scope.state_mapping), list(scope.losses)

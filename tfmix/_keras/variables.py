@@ -406,6 +406,22 @@ def becomes_constant(variable: keras.Variable) -> bool:
     )
 
 
+def value_in_scopes(variable: keras.Variable) -> Any:
+    """Returns a variable's value here, `None` if JAX would make it a constant.
+
+    Under JAX that is the value of the nearest `keras.StatelessScope` around
+    that has one, also if others are inside.
+    """
+    if keras.backend.backend() != "jax":
+        return variable.value
+    for scope in global_state.open_scopes():
+        value = scope.get_current_value(variable)
+        if value is not None:
+            return value
+    is_unknown = becomes_constant(variable) or value_outside(variable) is None
+    return None if is_unknown else variable.value
+
+
 def may_be_written(variable: Any) -> bool:
     """Returns whether the code traced so far may change a variable."""
     graph = tf.compat.v1.get_default_graph()
@@ -413,6 +429,12 @@ def may_be_written(variable: Any) -> bool:
         return True
     users = graph.capture(backend_variable(variable).handle).consumers()
     return any(user.type not in _READS for user in users)
+
+
+def can_be_made() -> bool:
+    """Returns whether a variable that is made here has a value at once."""
+    # In a plain `tf.Graph` it would wait for a session.
+    return bool(tf.executing_eagerly() or tf.inside_function())
 
 
 def outside_of_tracing(

@@ -18,17 +18,70 @@ from tfmix._keras import (
     context_values,
     files,
     optimizers,
+    tracing,
     training,
 )
 from tfmix._keras import variables as keras_variables
+from tfmix.gradient_scaling import placing
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.loss_scaling import rules, standstill
 from tfmix.optimizers import sixteen_bit_optimizer
-from tfmix.step import finite, guard, replicas, take
+from tfmix.step import finite, gradients, guard, replicas, take
 
 # The arguments of these methods.
 _ORDER = "grads", "trainable_variables"
 _ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
+
+
+class _Place:
+    """The place of gradients for an optimizer that has no loss scale."""
+
+    rule = rules.DynamicLossScale()
+
+    def __init__(self) -> None:
+        # The rule's state: the scale, and two counts.
+        self._state: Any = np.array(self.rule.init(), "float32")
+        if _ON_TENSORFLOW:
+            self._state = keras.Variable(self._state, trainable=False)
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """The variable with the state on the device."""
+        return [self._state] if _ON_TENSORFLOW else []
+
+    def place(self) -> Any:
+        """Returns the place; `None` where JAX would make a constant of it."""
+        is_compiled = tracing.trace() != tracing.EAGER
+        return None if is_compiled else self._of(self._state)
+
+    def move(self, applied: Any, is_data: Any) -> Any:
+        """Changes the place after a step; returns it.
+
+        Args:
+            applied: Bool or boolean scalar tensor, whether it was applied.
+            is_data: The same, whether no place would have helped.
+        """
+        before = self._state
+        if isinstance(applied, bool):
+            before = keras_variables.host_value(before)
+            after = np.array(self.rule.update(_fields(before), applied))
+            if bool(is_data):
+                after = before
+        else:
+            after = ops.stack(self.rule.update(_fields(before), applied))
+            after = ops.where(is_data, before, after)
+        if not _ON_TENSORFLOW:
+            self._state = after
+        elif after is not before:
+            self._state.assign(after)
+        return self._of(after)
+
+    def _of(self, state: Any) -> Any:
+        return self.rule.current(_fields(state)) / self.rule.init()[0]
+
+
+def _fields(state: Any) -> rules.LossScaleState:
+    return rules.LossScaleState(*(state[n] for n in range(3)))
 
 
 class Skips:
@@ -60,6 +113,10 @@ class Skips:
             files.save_with(optimizer, self._counts)
         # What compiled steps have reported, and nobody has read (JAX).
         self._reported: list[tuple] = []
+        self._place = _Place()
+        placing.note(self._place, variables)
+        for variable in self._place.variables:
+            files.save_with(optimizer, variable)
 
     @property
     def skipped_steps(self) -> int:
@@ -80,7 +137,31 @@ class Skips:
     @property
     def variables(self) -> list[keras.Variable]:
         """The variables with the counts on the device."""
-        return [self._counts] if _ON_TENSORFLOW else []
+        return [self._counts, *self._place.variables] if _ON_TENSORFLOW else []
+
+    def move(self, applied: Any, grads: Sequence, updated: Sequence) -> None:
+        """Moves the place of gradients in models, after the step was counted.
+
+        Args:
+            applied: Bool or boolean scalar tensor, whether it was applied.
+            grads: The gradients, summed over replicas.
+            updated: The variable of each.
+        """
+        if _ON_TENSORFLOW:
+            is_asked = bool(placing.variables_of(updated))
+        else:
+            is_asked = isinstance(applied, bool)
+        if not is_asked:
+            return
+        is_data: Any = False
+        if applied is not True:
+            own = gradients.without_values(grads, updated)
+            is_data = standstill.stays(
+                gradients.blames_data(own, ops.logical_or), self._counts[1] - 1
+            )
+        now = self._place.move(applied, is_data)
+        if _ON_TENSORFLOW:
+            placing.tell(self._place, updated, now)
 
     def count(self, applied: Any, bad: Any) -> None:
         """Counts a step, and warns of the eighth skip in a row of a loop."""
@@ -190,14 +271,19 @@ def _apply(
     these = list(known if variables is None else variables)
     guard.note_update(these)
     skips = _skips[optimizer]
+
+    def count(applied: Any, bad: Any, _: list, summed: list) -> None:
+        skips.count(applied, bad)
+        skips.move(applied, summed, these)
+
     applied = take.take(
         optimizer,
         grads,
         these,
         functools.partial(original, optimizer),
         assigned=[*optimizer.variables, *known],
-        counters=skips.variables,
-        count=lambda applied, bad, *_: skips.count(applied, bad),
+        counters=[*skips.variables, *placing.variables_of(these)],
+        count=count,
     )
     guard.report(applied)
 

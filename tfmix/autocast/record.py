@@ -16,6 +16,7 @@ from tfmix import _arguments, _formats, _messages
 from tfmix._keras import (
     compile_method,
     context_values,
+    files,
     global_state,
     graphs,
     layers,
@@ -29,7 +30,7 @@ from tfmix.autocast import (
     fallback,
 )
 from tfmix.float8 import chosen_layers
-from tfmix.gradient_scaling import heads, model_call, outermost
+from tfmix.gradient_scaling import heads, model_call, outermost, placing
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.ops import exact_values, stand_ins, tensors
 from tfmix.optimizers import sixteen_bit_optimizer
@@ -134,6 +135,8 @@ class _MixedModel:
             # Keras prints the table directly.
             "summary": self._summary,
         }
+        if keras.backend.backend() == "tensorflow":
+            wrappers[files.CHILDREN] = self._children
         if isinstance(model, keras.Sequential):
             # It creates its own input, which casts, before it is called.
             wrappers["build"] = self._build
@@ -202,21 +205,21 @@ class _MixedModel:
             return original(*args, **kwargs)
 
     def _train_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        placing = self._placing(args, kwargs)
-        with context_values.holding(placing=placing, in_fit=True):
+        given = self._place(args, kwargs)
+        with context_values.holding(place_of_step=given, in_fit=True):
             return self._under_rules(original, *args, **kwargs)
 
-    def _placing(self, args: tuple, kwargs: dict) -> Any:
+    def _place(self, args: tuple, kwargs: dict) -> Any:
+        """Returns the place that the model's optimizer gives its gradients."""
         optimizer = getattr(self._model, "optimizer", None)
         if not isinstance(optimizer, scaling.LossScaleOptimizer):
-            return 1.0
+            return None
         if keras.backend.backend() == "tensorflow":
-            return optimizer.placing()
+            return optimizer.place()
         order = training.STEP_ON_JAX
         _, _, values, _ = _arguments.of_call(order, args, kwargs, "state")
-        mapping = optimizer.checked_mapping(values)
-        with keras.StatelessScope(mapping):
-            return optimizer.placing()
+        with keras.StatelessScope(optimizer.checked_mapping(values)):
+            return optimizer.place()
 
     def _in_float32(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Gives losses and metrics their tensors in float32."""
@@ -235,6 +238,11 @@ class _MixedModel:
         # A step that uses the optimizer itself needs the model's weights.
         if not bare_optimizers.held_beside(self._model):
             training.build_before_tracing(self._model, **batch)
+
+    def _children(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Lists what a function that trains the model is saved with."""
+        used = functools.partial(placing.saved_with, self._model)
+        return files.children(original, used, *args, **kwargs)
 
     def _summary(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Lists below the table which layers fell back to float32."""

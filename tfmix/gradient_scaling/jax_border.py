@@ -68,7 +68,7 @@ def call(
             flags[: len(values)] = as_values
         results, losses = _known(
             results,
-            (pull, context_values.block.get().placing),
+            (pull, context_values.block.get().place),
             given,
             run,
             functools.partial(_gradients, run, flags),
@@ -277,7 +277,7 @@ def _gradients(
         _, pull, _ = jax.vjp(
             _of_floats(function, values), *_floats(values), has_aux=True
         )
-    inside = _pulled(function, pull, values, scaled)
+    inside = _pulled(function, pull, values, scaled, factor)
     # XLA would otherwise repeat the division in every kernel that multiplies.
     down = kernels.kept_apart(by.down)
     # Each equation takes time to trace and to compile, so gradients of one
@@ -295,7 +295,7 @@ def _gradients(
 
 
 def _pulled(
-    function: Function, pull: Any, values: tuple, upstream: tuple
+    function: Function, pull: Any, values: tuple, upstream: tuple, factor: Any
 ) -> list:
     """Pulls gradients back, with a border around that, too."""
     given, structure = jax.tree.flatten((values, upstream))
@@ -307,15 +307,18 @@ def _pulled(
         )
         return list(pull(upstream)), [], None
 
-    def gradients(_: Any, given: Sequence, second: tuple) -> list:
+    def gradients(factor: Any, given: Sequence, second: tuple) -> list:
         def of_floats(*floats: Any) -> list:
-            return call(pulled, _with_floats(given, floats))[0]
+            with context_values.holding(place=factor):
+                return call(pulled, _with_floats(given, floats))[0]
 
         _, pull = jax.vjp(of_floats, *_floats(given))
         return list(pull(second[0]))
 
     results = list(pull(lax.stop_gradient(upstream)))
-    same_results: list = _known((results, []), (), given, pulled, gradients)[0]
+    same_results: list = _known(
+        (results, []), factor, given, pulled, gradients
+    )[0]
     return same_results
 
 

@@ -18,6 +18,7 @@ from tfmix._keras import (
     tracing,
 )
 from tfmix._keras import variables as keras_variables
+from tfmix.gradient_scaling import placing
 from tfmix.ops import exact_values, tensors
 
 _TENSORFLOW = keras.backend.backend() == "tensorflow"
@@ -100,7 +101,7 @@ def call_inside(
         return call(*args, **kwargs)
     if not tapes.may_be_asked():
         return _unscaled(model.name, call(*args, **kwargs))
-    inputs = _inputs((args, kwargs))
+    inputs = _inputs(model, (args, kwargs))
     values = _values(model, inputs)
     function = _as_function(model, call, inputs)
     overwritten = _overwritten(model, inputs)
@@ -109,18 +110,22 @@ def call_inside(
         # random numbers. A graph needs no second run.
         frozen = model.non_trainable_variables if tf.executing_eagerly() else ()
         start = {id(v): tf.convert_to_tensor(v.value) for v in frozen}
-        floats, losses, rest = tensorflow_border.call(
-            function,
-            values,
-            again=functools.partial(function, start=start),
-            overwritten=overwritten,
-        )
+        with context_values.holding(place=placing.of(model)):
+            floats, losses, rest = tensorflow_border.call(
+                function,
+                values,
+                again=functools.partial(function, start=start),
+                overwritten=overwritten,
+            )
     else:
         # An unbuilt model creates its variables in the call.
         is_traced = any(map(tracing.is_symbolic, values))
         if not is_traced or not layers.is_built(model):
             return call(*args, **kwargs)
-        floats, losses, rest = jax_border.call(function, values, overwritten)
+        with context_values.holding(place=placing.of(model)):
+            floats, losses, rest = jax_border.call(
+                function, values, overwritten
+            )
     return _finished(model, inputs.scope, floats, losses, rest)
 
 
@@ -190,18 +195,33 @@ if not _TENSORFLOW:
     )
 
 
-def _inputs(nest: Any) -> _Inputs:
+def _inputs(model: keras.Model, nest: Any) -> _Inputs:
     nest = tensors.map_leaves(nest, keras_variables.unwrap)
     scope = global_state.open_scope()
     states = {} if scope is None else dict(scope.state_mapping)
+    others = _of_others(model) if states else set()
     return _Inputs(
         nest,
         given=list(filter(_is_argument, _arrays(nest))),
         scope=scope,
         states=states,
-        mapped=[key for key, x in states.items() if _is_argument(x)],
+        mapped=[
+            key
+            for key, x in states.items()
+            if _is_argument(x) and key not in others
+        ],
         context=global_state.call_state(),
     )
+
+
+def _of_others(model: keras.Model) -> set[int]:
+    """Returns the `id`s of the variables of other models.
+
+    A discriminator's weights must not get a part of their gradient through the
+    generator, where it would become NaN if the discriminator overflows.
+    """
+    own = {id(variable) for variable in model.variables}
+    return {id(v) for other in _scaling for v in other.variables} - own
 
 
 def _values(model: keras.Model, inputs: _Inputs) -> list:

@@ -244,7 +244,7 @@ class _Border:
         self._tensors, self._variables = list(tensors), list(variables)
         self._results = results
         self._handles = tapes.handles(variables)
-        self._factor = context_values.block.get().placing
+        self._factor = context_values.block.get().place
         self._trace = tracing.trace()
         self._as_values = {
             n
@@ -291,12 +291,13 @@ class _Border:
         # the results of this one cannot be differentiated again.
         if tapes.is_recorded() and tracing.trace() == self._trace:
             pull = functools.partial(self._pull, by, kept)
-            border = _Border(
-                pull,
-                [*self._tensors, *scaled],
-                self._variables,
-                (values, []),
-            )
+            with context_values.holding(place=self._factor):
+                border = _Border(
+                    pull,
+                    [*self._tensors, *scaled],
+                    self._variables,
+                    (values, []),
+                )
             values, _ = border.results(None)
         # Gradients of the arguments come first. They need not show why they are
         # not finite, because no optimizer gets them.

@@ -18,7 +18,7 @@ from tfmix._keras import (
     tracing,
 )
 from tfmix._keras import variables as keras_variables
-from tfmix.gradient_scaling import model_call
+from tfmix.gradient_scaling import model_call, placing
 from tfmix.loss_scaling import inner_attributes, rules, saving, standstill
 from tfmix.ops import tensors
 from tfmix.step import gradients, guard, replicas, take
@@ -393,15 +393,24 @@ class LossScaleOptimizer(
             )
         return self.rule.current(self._scale_state())
 
-    def placing(self) -> Any:
+    def place(self) -> Any:
         """Returns what multiplies the power of two inside a model, first 1.0.
 
-        It is the loss scale divided by its first value: a float, or a float32
-        scalar tensor that is not copied to the host.
+        It is the loss scale divided by its first value: a number, or a float32
+        scalar tensor that is not copied to the host. It is `None` where JAX
+        would make a constant of it.
         """
         if rules.is_constant(self.rule):
             return 1.0
-        return self.rule.current(self._scale_state()) / self.rule.init()[0]
+        values = [
+            *map(keras_variables.value_in_scopes, self._scale_variables())
+        ]
+        if any(value is None for value in values):
+            return None
+        return self._place_of(self._state_type(*values))
+
+    def _place_of(self, state: Any) -> Any:
+        return self.rule.current(state) / self.rule.init()[0]
 
     @tracing.untouched
     def unscale_gradients(self, grads: Sequence) -> list:
@@ -626,6 +635,7 @@ class LossScaleOptimizer(
                 "overflow_counts", len(variables)
             )
         optimizers.remember(self, variables)
+        placing.note(self, variables)
         self.built = True
 
     def save_own_variables(self, store: Any) -> None:
@@ -715,11 +725,16 @@ class LossScaleOptimizer(
             norm = None
             if self._gradient_norm is not None:
                 norm = gradients.norm(true, variables)
-            is_data = applied is not True and self._blames_data(
-                gradients.without_values(summed, variables), unscaled
+            is_data = applied is not True and standstill.stays(
+                self._blames_data(
+                    gradients.without_values(summed, variables), unscaled
+                ),
+                state.consecutive_skips,
             )
             after = state.after(rule, applied, bad, norm, is_data)
             self._assign(state, after)
+            if not rules.is_constant(rule):
+                placing.tell(self, variables, self._place_of(after.scale))
             # The line after an epoch of `fit` says more.
             if applied is False and not context_values.block.get().in_fit:
                 standstill.warn_of_eighth(
@@ -736,7 +751,7 @@ class LossScaleOptimizer(
             variables,
             inner.apply,
             assigned=own + inner.variables,
-            counters=self.variables,
+            counters=[*self.variables, *placing.variables_of(variables)],
             count=count,
             unscale=gradients.in_float32 if unscaled else by_scale,
             checks_unscaled=rule.may_enlarge and not unscaled,

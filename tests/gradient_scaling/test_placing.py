@@ -1,0 +1,293 @@
+"""Gradients that grow inside a model find their place in every way to train."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import tfmix
+
+ON_JAX = keras.backend.backend() == "jax"
+if ON_JAX:
+    import jax
+else:
+    import tensorflow as tf
+
+STEPS, ROWS, TIMES = 40, 8, 10
+BAD = (3, 4, 30)
+WAYS = (
+    ("fit", "train_step", "jax.grad", "jax.grad under jax.jit")
+    if ON_JAX
+    else ("fit", "train_step", "tape", "tape in a graph", "tape under XLA")
+)
+# An optimizer without a wrapper has no state for the place in a step that JAX
+# compiles, and `compile` wraps it in `fit`.
+BARE = ("jax.grad",) if ON_JAX else ("train_step", *WAYS[2:])
+CASES = [*((way, True) for way in WAYS), *((way, False) for way in BARE)]
+
+
+def recurrent():
+    """Grows gradients by 2**20 on their way back through time."""
+    grows = keras.initializers.Identity(4.0)
+    cell = layers.SimpleRNN(
+        4, None, False, recurrent_initializer=grows, trainable=False
+    )
+    return [layers.Dense(4, use_bias=False), cell]
+
+
+class Normalised(layers.Layer):
+    """Divides by a standard deviation of about 1e-6."""
+
+    def call(self, x):
+        x = x - ops.mean(x, -1, keepdims=True)
+        variance = ops.mean(ops.square(x), -1, keepdims=True)
+        return x / ops.sqrt(variance + 1e-16)
+
+
+def normalised():
+    small = keras.initializers.RandomNormal(stddev=2e-6)
+    first = layers.Dense(8, use_bias=False, kernel_initializer=small)
+    return [layers.Flatten(), first, Normalised()]
+
+
+MAKES = recurrent, normalised
+
+
+class OwnStep(keras.Model):
+    """Trains another model with a step of its own."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def call(self, x):
+        return self.inner(x)
+
+    if not ON_JAX:
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = ops.mean(ops.square(self.inner(x, training=True) - y))
+            weights = self.inner.trainable_variables
+            gradients = tape.gradient(loss, weights)
+            self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+            return {"loss": loss}
+
+
+def data(with_bad):
+    rng = np.random.default_rng(0)
+    # Only the last time counts forward, whereas gradients reach all.
+    x = np.zeros((STEPS, ROWS, TIMES, 2), "float32")
+    x[:, :, -1] = rng.normal(size=(STEPS, ROWS, 2))
+    y = x[:, :, -1].sum(-1, keepdims=True)
+    if with_bad:
+        x[BAD, 1, -1] = np.nan
+    return x, y
+
+
+def model_of(make):
+    keras.utils.set_random_seed(1)
+    last = layers.Dense(1, dtype="float32")
+    return keras.Sequential([keras.Input((TIMES, 2)), *make(), last])
+
+
+def trained(make, way, wraps, with_bad=False):
+    """Trains; returns the loss of good data, and the skipped steps."""
+    model, (x, y) = model_of(make), data(with_bad)
+    optimizer = keras.optimizers.Adam(0.02, clipnorm=1.0)
+    if wraps:
+        optimizer = tfmix.LossScaleOptimizer(optimizer)
+    if way in ("fit", "train_step"):
+        fitted = model if way == "fit" else OwnStep(model)
+        fitted.compile(optimizer, "mse", auto_scale_loss=wraps)
+        flat = (each.reshape(-1, *each.shape[2:]) for each in (x, y))
+        fitted.fit(*flat, batch_size=ROWS, shuffle=False, verbose=0)
+    else:
+        (jax_loop if ON_JAX else tape_loop)(model, optimizer, way, x, y)
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    x, y = (each[-1] for each in data(False))
+    loss = np.mean((model.predict(x, verbose=0) - y) ** 2)
+    return loss, STEPS - int(ops.convert_to_numpy(inner.iterations))
+
+
+def tape_loop(model, optimizer, way, x, y):
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = ops.mean(ops.square(model(x, training=True) - y))
+        weights = model.trainable_variables
+        gradients = tape.gradient(loss, weights)
+        optimizer.apply_gradients(zip(gradients, weights, strict=True))
+
+    if way != "tape":
+        step = tf.function(step, jit_compile="XLA" in way)
+    for pair in zip(x, y, strict=True):
+        step(*map(tf.constant, pair))
+
+
+def jax_loop(model, optimizer, way, x, y):
+    optimizer.build(model.trainable_variables)
+
+    def loss(weights, others, x, y):
+        found, _ = model.stateless_call(weights, others, x, training=True)
+        return ops.mean(ops.square(found - y))
+
+    def step(weights, others, slots, x, y):
+        with keras.StatelessScope(zip(optimizer.variables, slots, strict=True)):
+            gradients = jax.grad(loss)(weights, others, x, y)
+        return optimizer.stateless_apply(slots, gradients, weights)
+
+    step = jax.jit(step)
+    for pair in zip(x, y, strict=True):
+        weights, others, slots = (
+            [variable.value for variable in group]
+            for group in (
+                model.trainable_variables,
+                model.non_trainable_variables,
+                optimizer.variables,
+            )
+        )
+        if way == "jax.grad":
+            gradients = jax.grad(loss)(weights, others, *pair)
+            optimizer.apply(gradients, model.trainable_variables)
+            continue
+        weights, slots = step(weights, others, slots, *pair)
+        variables = [*model.trainable_variables, *optimizer.variables]
+        for variable, value in zip(variables, [*weights, *slots], strict=True):
+            variable.assign(value)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(("way", "wraps"), CASES)
+@pytest.mark.parametrize("make", MAKES)
+def test_gradients_that_grow_train_as_in_float32(make, way, wraps):
+    tfmix.set_global_policy("float32")
+    exact, _ = trained(make, WAYS[-1], False)
+    tfmix.set_global_policy("mixed_float16")
+    loss, skipped = trained(make, way, wraps)
+    assert 0 < skipped < 12
+    assert abs(loss - exact) < 0.1 * exact + 0.02
+
+
+@pytest.mark.parametrize("way", [WAYS[-1]])
+def test_bad_batches_move_nothing(way):
+    tfmix.set_global_policy("mixed_float16")
+    _, skipped = trained(recurrent, way, True)
+    _, with_bad = trained(recurrent, way, True, with_bad=True)
+    # The first of the bad batches comes while the place is sought.
+    assert skipped < with_bad <= skipped + len(BAD)
+
+
+def test_clipping_of_ones_own_hides_no_overflow():
+    # It makes NaN of all gradients, as a bad batch does.
+    if ON_JAX:
+        pytest.skip("`tf.clip_by_global_norm` is TensorFlow's")
+    tfmix.set_global_policy("mixed_float16")
+    model, (x, y) = model_of(recurrent), data(False)
+    optimizer = keras.optimizers.Adam(0.02)
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = ops.mean(ops.square(model(x, training=True) - y))
+        weights = model.trainable_variables
+        gradients, _ = tf.clip_by_global_norm(tape.gradient(loss, weights), 1.0)
+        optimizer.apply_gradients(zip(gradients, weights, strict=True))
+
+    for pair in zip(x, y, strict=True):
+        step(*map(tf.constant, pair))
+    assert int(optimizer.iterations) >= STEPS - 20
+
+
+class Pair:
+    """A generator and a discriminator, each with an optimizer."""
+
+    def __init__(self):
+        keras.utils.set_random_seed(1)
+        self.generator = keras.Sequential(
+            [keras.Input((TIMES, 2)), layers.Dense(2, use_bias=False)]
+        )
+        self.discriminator = model_of(recurrent)
+        self.models = self.discriminator, self.generator
+        self.optimizers = [
+            tfmix.LossScaleOptimizer(keras.optimizers.Adam(0.01, clipnorm=1.0))
+            for _ in self.models
+        ]
+        for one, model in zip(self.optimizers, self.models, strict=True):
+            one.build(model.trainable_variables)
+
+    def step_of_tensorflow(self, x):
+        with tf.GradientTape(persistent=True) as tape:
+            losses = self.losses(*(m(x) for m in (self.generator,)), x)
+        for one, model, loss in zip(
+            self.optimizers, self.models, losses, strict=True
+        ):
+            weights = model.trainable_variables
+            one.apply(tape.gradient(loss, weights), weights)
+
+    def losses(self, made, x):
+        on_made, on_real = map(self.discriminator, (made, x))
+        of_discriminator = ops.mean(on_made) - ops.mean(on_real)
+        return of_discriminator, -ops.mean(on_made)
+
+    def step_of_jax(self, x):
+        """Trains one model after the other, each by a compiled step."""
+        for one, model, other in zip(
+            self.optimizers, self.models, self.models[::-1], strict=True
+        ):
+            held = [
+                *self.optimizers[0].variables,
+                *self.optimizers[1].variables,
+            ]
+            slots, weights, fixed = (
+                [variable.value for variable in group]
+                for group in (
+                    held,
+                    model.trainable_variables,
+                    other.trainable_variables,
+                )
+            )
+            weights, new = self.compiled(one, model, other)(
+                slots, weights, fixed, x
+            )
+            for group, values in (
+                (model.trainable_variables, weights),
+                (one.variables, new),
+            ):
+                for variable, value in zip(group, values, strict=True):
+                    variable.assign(value)
+
+    def compiled(self, one, model, other):
+        held = [*self.optimizers[0].variables, *self.optimizers[1].variables]
+        index = self.models.index(model)
+
+        def step(slots, weights, fixed, x):
+            def loss(weights):
+                known = [
+                    *zip(model.trainable_variables, weights, strict=True),
+                    *zip(other.trainable_variables, fixed, strict=True),
+                    *zip(held, slots, strict=True),
+                ]
+                with keras.StatelessScope(known):
+                    return self.losses(self.generator(x), x)[index]
+
+            gradients = jax.grad(loss)(weights)
+            first = sum(len(o.variables) for o in self.optimizers[:index])
+            mine = slots[first : first + len(one.variables)]
+            return one.stateless_apply(mine, gradients, weights)
+
+        self.steps = getattr(self, "steps", {})
+        return self.steps.setdefault(index, jax.jit(step))
+
+
+def test_the_optimizer_of_a_discriminator_moves_it_for_its_generator():
+    tfmix.set_global_policy("mixed_float16")
+    pair, (x, _) = Pair(), data(False)
+    step = pair.step_of_jax if ON_JAX else tf.function(pair.step_of_tensorflow)
+    for batch in x:
+        step(ops.convert_to_tensor(batch))
+    for one in pair.optimizers:
+        assert 0 < one.skipped_steps < 15
+        assert one.consecutive_skips == 0
+    # What comes into the generator is not finite then, so it is not to blame.
+    assert pair.optimizers[1].loss_scale == 2.0**15
