@@ -91,8 +91,10 @@ class LossScaleOptimizer(
     Losses of a Keras model under a tfmix policy need no scaling, because the
     model scales its gradients inside and returns them unscaled. An optimizer of
     such a model's variables multiplies and divides by 1, so you may call or
-    omit `scale_loss` and `unscale_gradients`. In `fit` the loss scale then
-    moves the gradients within float16's range, by its ratio to its first value.
+    omit `scale_loss` and `unscale_gradients`. The loss scale then moves the
+    gradients within float16's range, by its ratio to its first value. In a step
+    that `jax.jit` compiles it does so inside a `keras.StatelessScope` that has
+    the values of `variables`.
 
     Args:
         inner_optimizer: A `keras.optimizers.Optimizer`, or the name of one
