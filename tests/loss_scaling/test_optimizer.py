@@ -57,17 +57,6 @@ def test_good_steps_equal_the_unwrapped_optimizer_and_bad_ones_nothing(
 
 
 @pytest.mark.parametrize("mode", steps.MODES)
-def test_the_scale_grows_on_the_nth_applied_step(mode):
-    wrapped = Wrapped("sgd", initial_scale=8.0, dynamic_growth_steps=3)
-    step = steps.stepper(wrapped, steps.variables(), mode)
-    scales = []
-    for seed in range(7):
-        step(steps.gradients(seed))
-        scales.append(wrapped.loss_scale)
-    assert scales == [8.0, 8.0, 16.0, 16.0, 16.0, 32.0, 32.0]
-
-
-@pytest.mark.parametrize("mode", steps.MODES)
 @pytest.mark.parametrize("stored", [0.0, math.inf, math.nan, 1e-44])
 def test_a_damaged_scale_heals_without_touching_the_weights(stored, mode):
     wrapped, ours = Wrapped("sgd"), steps.variables()

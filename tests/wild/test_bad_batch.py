@@ -1,10 +1,8 @@
 """One infinite pixel changes nothing, whoever wrote the loop.
 
-The optimizers are not wrapped, and no loss is scaled by hand.
+The optimizers are not wrapped, and no loss is scaled by hand. Training steps
+of `fit` are in `tests/step/test_ways_to_train.py`.
 """
-
-import pathlib
-import runpy
 
 import keras
 import numpy as np
@@ -20,7 +18,6 @@ if ON_JAX:
 else:
     import tensorflow as tf
 
-HERE = pathlib.Path(__file__).parent
 X = np.random.default_rng(0).random((16, 12)).astype("float32")
 NOISE = np.random.default_rng(1).normal(size=(16, 4)).astype("float32")
 LABELS = (np.arange(16) % 3).astype("int32")
@@ -266,81 +263,3 @@ def test_float32_does_not_recover(mode):
     loop.step(X)
     with pytest.raises(AssertionError):
         assert_finite(loop.state())
-
-
-# Each function returns what `fit` gets for a script's own model, and what must
-# not change.
-
-
-def adams():
-    return [keras.optimizers.Adam(0.01, use_ema=True) for _ in range(2)]
-
-
-def fitted_gan(script, how):
-    model = script["GAN"]()
-    loss = keras.losses.BinaryCrossentropy(from_logits=True)
-    model.compile(*adams(), loss, **how)
-    x = np.random.default_rng(0).random((16, 8, 8, 1), "float32")
-    kept = [*model.discriminator.weights], model.d_optimizer
-    return model, (x,), kept
-
-
-def fitted_wgan_gp(script, how):
-    model = script["WGAN"]()
-    model.critic.build((None, 64))
-    model.generator.build((None, 4))
-    model.built = True
-    model.compile(*adams(), **how)
-    x = np.random.default_rng(0).random((16, 64), "float32")
-    return model, (x,), ([*model.critic.weights], model.c_optimizer)
-
-
-def fitted_simclr(script, how):
-    model = script["Contrastive"]()
-    model.compile(*adams(), **how)
-    x = np.random.default_rng(0).random((16, 8, 8, 1), "float32")
-    data = x, np.arange(16) % 10
-    return model, data, ([*model.weights], model.contrastive_optimizer)
-
-
-def fitted_denoising_diffusion(script, how):
-    model = script["Diffusion"]()
-    model.compile(keras.optimizers.AdamW(3e-3), **how)
-    x = np.random.default_rng(0).random((16, 8, 8, 1), "float32")
-    return model, (x,), (model.network.weights, model.optimizer.inner_optimizer)
-
-
-FITTED = {
-    name: globals()[f"fitted_{name}"]
-    for name in ("gan", "wgan_gp", "simclr", "denoising_diffusion")
-}
-HOW = {
-    "graph": {},
-    "jit": {"jit_compile": True},
-    "eager": {"run_eagerly": True},
-}
-
-
-@helpers.requires_backend("tensorflow")
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", HOW)
-@pytest.mark.parametrize("name", FITTED)
-def test_a_train_step_leaves_all_as_it_was(name, mode):
-    pytest.importorskip("sklearn", reason="the scripts train on its digits")
-    tfmix.set_global_policy("mixed_float16")
-    script = runpy.run_path(str(HERE / f"{name}.py"))
-    model, (x, *rest), kept = FITTED[name](script, HOW[mode])
-
-    def numbers():
-        variables = [*kept[0], *kept[1].variables]
-        return [np.array(v) for v in variables if "seed" not in v.path]
-
-    model.fit(x, *rest, batch_size=16, verbose=0)
-    before = numbers()
-    model.fit(bad(x), *rest, batch_size=16, verbose=0)
-    for one, start in zip(numbers(), before, strict=True):
-        np.testing.assert_array_equal(one, start)
-    assert all(np.isfinite(np.array(v)).all() for v in model.weights)
-    model.fit(x, *rest, batch_size=16, verbose=0)
-    pairs = zip(numbers(), before, strict=True)
-    assert not all(np.array_equal(one, start) for one, start in pairs)
