@@ -7,10 +7,10 @@ is tried as well. Each is called with the first arguments that it accepts.
 import keras
 import numpy as np
 import pytest
-from keras import layers, ops
+from keras import ops
 
-import tfmix
 from tests import helpers
+from tests.ops import against_float32
 
 RNG = np.random.default_rng(0)
 ROWS = 20_000
@@ -115,7 +115,6 @@ NOT_ASKED = {
     *("searchsorted", "shape", "signbit", "size", "unravel_index"),
     *("vectorize", "view_as_complex", "view_as_real", "zeros", "shuffle"),
 }
-NO_FLOATS = "no floats"
 
 
 def image(t):
@@ -141,66 +140,6 @@ def matrix(size=4):
     )
 
 
-class Calls(layers.Layer):
-    """Computes a function of its input and its weight."""
-
-    def __init__(self, function, weight, **kwargs):
-        super().__init__(**kwargs)
-        self.function = function
-        self.w = self.add_weight(shape=weight.shape, initializer="zeros")
-        self.w.assign(weight)
-        self.built = True
-
-    def call(self, x):
-        return self.function(x, self.w)
-
-
-def results(policy, function, x, weight):
-    """Returns a result, and the gradients of the weight and of the input."""
-    tfmix.set_global_policy(policy)
-    layer = Calls(function, weight)
-    x = ops.convert_to_tensor(x)
-
-    def loss_of(y):
-        parts = [t for t in keras.tree.flatten(y) if is_float(t)]
-        wide = [ops.reshape(ops.cast(t, "float32"), (-1,)) for t in parts]
-        if not wide:
-            raise TypeError(NO_FLOATS)
-        y = ops.concatenate(wide)
-        signs = 1 if y.shape[0] > 1000 else np.cos(np.arange(y.shape[0]))
-        return ops.sum(y * ops.cast(signs, "float32")), y
-
-    if helpers.ON_JAX:
-        import jax
-
-        def run(weight, x):
-            with keras.StatelessScope([(layer.w, weight)]):
-                return loss_of(layer(x))
-
-        gradient = jax.value_and_grad(run, argnums=(0, 1), has_aux=True)
-        (_, y), gradients = gradient(layer.w.value, x)
-    else:
-        import tensorflow as tf
-
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            loss, y = loss_of(layer(x))
-        gradients = tape.gradient(
-            loss,
-            [layer.w.value, x],
-            unconnected_gradients=tf.UnconnectedGradients.ZERO,
-        )
-        gradients = [tf.convert_to_tensor(g) for g in gradients]
-    return [helpers.to_numpy(t) for t in (y, *gradients)]
-
-
-def is_float(value):
-    dtype = getattr(value, "dtype", None)
-    return dtype is not None and keras.backend.is_float_dtype(
-        keras.backend.standardize_dtype(dtype)
-    )
-
-
 def form_of(name):
     """Returns how to call an op, `None` for one that no form fits."""
     if name in CALLS:
@@ -211,7 +150,7 @@ def form_of(name):
             result = form(getattr(ops, name), t, t)
         except Exception:
             continue
-        if any(map(is_float, keras.tree.flatten(result))):
+        if any(map(against_float32.is_float, keras.tree.flatten(result))):
             return form
     return None
 
@@ -288,12 +227,13 @@ def errors(name, role, policy):
     if role in ("gain", "rows") and not is_elementwise(function, x[:3], weight):
         return []
     try:
-        right = results("float32", function, x, weight)
+        right = against_float32.results("float32", function, x, weight)
     except Exception:
         # Float32 has no such result.
         return []
-    found = results(policy, function, x, weight)
-    return [error(a, b) for a, b in zip(found, right, strict=True)]
+    found = against_float32.results(policy, function, x, weight)
+    pairs = zip(found, right, strict=True)
+    return [against_float32.error(one, other) for one, other in pairs]
 
 
 def is_elementwise(function, rows, weight):
@@ -305,17 +245,6 @@ def is_elementwise(function, rows, weight):
     if getattr(results[0], "shape", None) != rows.shape:
         return False
     return not np.array_equal(*map(helpers.to_numpy, results))
-
-
-def error(found, right):
-    known = np.isfinite(right)
-    # Others are beyond float16.
-    if not known.any() or np.abs(right[known]).max() > 6e4:
-        return 0.0
-    found, right = found[known], right[known]
-    if not np.isfinite(found).all():
-        return np.inf
-    return np.abs(found - right).max() / max(np.abs(right).max(), 1e-6)
 
 
 QUICK = (
@@ -336,8 +265,7 @@ QUICK = (
 
 def check(name, policy):
     far = {role: max(errors(name, role, policy), default=0) for role in ROLES}
-    # bfloat16 has an eighth of float16's digits.
-    within = 0.03 if policy == "mixed_float16" else 0.1
+    within = against_float32.WITHIN[policy]
     wrong = {
         role: error
         for role, error in far.items()

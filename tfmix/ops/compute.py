@@ -26,6 +26,7 @@ from tfmix._keras import (
     context_values,
     global_state,
     op_places,
+    tracing,
 )
 from tfmix._keras import variables as keras_variables
 from tfmix.ops import exact_values, tensors
@@ -34,6 +35,8 @@ from tfmix.ops.exact_values import Exact, Known
 # A smaller number is one of a sum's last digits in bfloat16, and its powers in
 # a layer may underflow in float16.
 _SMALL = 2.0**-6
+# The sum of so few terms is exact to some units of a 16-bit last place.
+_FEW = 64
 _NUMBERS = (int, float, np.integer, np.floating)
 _PLAIN = frozenset((str, bool, type(None), type(...), slice))
 _ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
@@ -59,8 +62,9 @@ class Op:
             become zero is there to prevent a division by zero.
         begins: Whether its result is worth a note: "sum" computes what would be
             lost in 16 bit; the results of "curve" can be small or large for
-            arguments that are neither; only ops with an unbounded derivative
-            use what is behind "flat": it saturates, as a probability does that
+            arguments that are neither, and so can a "product" of two tensors,
+            if it is a square; only ops with an unbounded derivative use what is
+            behind "flat": it saturates, as a probability does that
             16 bit rounds, or it multiplies a gradient that may be beyond
             float16, such as that of `log(relu(x) + 1e-6)`, by 0.
         passes: What is known of its argument that it hands on: "all"; "lost",
@@ -69,6 +73,8 @@ class Op:
         by_weight: Computes it with one weight and one input, so that the
             weight's gradient is float32. By default, the op computes in
             float32.
+        is_wide: Whether it computes in float32 under any policy.
+        repeats: Whether its gradient sums rows that are one in the argument.
         biases: Whether it adds a small 16-bit tensor to many rows.
         way: Computes it in a way of its own.
     """
@@ -78,6 +84,8 @@ class Op:
     passes: str = "all"
     asks: tuple[int, ...] = ()
     by_weight: Callable[["Call"], Any] | None = None
+    is_wide: bool = False
+    repeats: bool = False
     biases: bool = False
     way: Callable[["Call"], Any] | None = None
 
@@ -305,19 +313,19 @@ def usual(call: Call) -> Any:
     dtype = wanted or call.dtype
     if call.weights == len(call.tensors):
         return _of_weights(call, dtype)
-    if row.begins == "sum":
+    if row.begins == "sum" or _is_of_vectors(call):
         return _summed(call, dtype)
     known = _handed_on(call) if call.noted else []
     if known and (any(exact.is_wide for exact in known) or _asks(call)):
         return _in_float32_now(call, dtype)
     if row.number and call.numbers and _is_unfit(call, dtype):
         result = _finite(call, dtype)
-    elif call.is_ruled:
-        result = _rounded(call, dtype)
+    elif call.is_ruled or row.is_wide:
+        result = rounded(call, dtype)
     elif call.weights:
         result = with_weights(call, dtype)
-    elif row.biases and (place := _often_repeated(call)) is not None:
-        result = _with_bias(call, place)
+    elif (place := _often_repeated(call)) is not None:
+        result = _with_repeated(call, place, dtype)
     else:
         result = call.plain()
     return _noted(call, result, known)
@@ -362,7 +370,8 @@ def _of_weights(call: Call, dtype: str) -> Any:
 
 def _summed(call: Call, dtype: str) -> Any:
     """Computes a sum in float32, and keeps what it rounds."""
-    value = call.in_float32(widened)
+    has_products = any(x is not None and x.is_product for x in call.exact)
+    value = call.in_float32(_exact(call, {}) if has_products else widened)
     # The variance of large numbers is beyond float16, and Keras limits it.
     round_once = tensors.finite if isinstance(value, tuple) else tensors.narrow
     return _kept(value, functools.partial(round_once, dtype=dtype))
@@ -400,7 +409,7 @@ def _finite(call: Call, dtype: str) -> Any:
     return tensors.finite(result, dtype)
 
 
-def _rounded(call: Call, dtype: str) -> Any:
+def rounded(call: Call, dtype: str) -> Any:
     """Computes in float32, and rounds once."""
     value = call.in_float32(widened)
     narrow = functools.partial(tensors.narrow, dtype=dtype)
@@ -414,21 +423,25 @@ def with_weights(call: Call, dtype: str) -> Any:
     """Computes with weights and inputs."""
     in_map = context_values.block.get().in_map
     if call.op.row.by_weight is None or in_map:
-        return tensors.map_leaves(
-            call.in_float32(widened),
-            functools.partial(tensors.narrow, dtype=dtype),
-        )
+        return rounded(call, dtype)
     return call.op.row.by_weight(call)
 
 
-def _with_bias(call: Call, place: int) -> Any:
-    """Adds a 16-bit bias, whose gradient JAX would sum in 16 bit."""
-    bias = call.tensors[place]
-    weight = tensors.to_float32(bias)
+def _with_repeated(call: Call, place: int, dtype: str) -> Any:
+    """Computes with a tensor for many rows, whose gradient sums over these."""
+    repeated = call.tensors[place]
+    weight = exact_values.of(repeated)
+    if call.op.row.by_weight is None or len(call.tensors) != 2:
+        result = call.in_float32(
+            lambda x: weight if x is repeated else widened(x)
+        )
+        return tensors.map_leaves(
+            result, functools.partial(tensors.narrow, dtype=dtype)
+        )
     copy = exact_values.weight_copy(weight, tensors.cast(weight, call.dtype))
-    call.args = tuple(copy if x is bias else x for x in call.args)
+    call.args = tuple(copy if x is repeated else x for x in call.args)
     call.tensors[place], call.exact[place] = copy, exact_values.note(copy)
-    return call.op.row.by_weight(call)  # type: ignore[misc]
+    return call.op.row.by_weight(call)
 
 
 def _noted(call: Call, result: Any, known: list[Exact]) -> Any:
@@ -451,7 +464,13 @@ def _noted(call: Call, result: Any, known: list[Exact]) -> Any:
         compute = functools.partial(again.part, place)
         exact_values.put(
             leaf,
-            Exact(compute, depth=depth, is_lost=is_lost, is_exact=is_exact),
+            Exact(
+                compute,
+                depth=depth,
+                is_lost=is_lost,
+                is_exact=is_exact,
+                is_product=call.op.row.begins == "product",
+            ),
         )
     return result
 
@@ -484,15 +503,20 @@ def _is_unfit(call: Call, dtype: str) -> bool:
     )
 
 
-def _is_square(call: Call) -> bool:
-    """Returns whether a tensor is multiplied by itself, number by number."""
-    if len(call.tensors) != 2 or call.tensors[0] is not call.tensors[1]:
+def _is_of_vectors(call: Call) -> bool:
+    """Returns whether a product sums number by number, as one of vectors."""
+    if call.op.row.passes or len(call.tensors) != 2:
         return False
-    if isinstance(call.args[0], str):
+    if call.args and isinstance(call.args[0], str):
         sides = call.args[0].replace(" ", "").split("->")[0].split(",")
         return sides[0] == sides[-1]
-    # Other products are of matrices, unless they are of vectors.
-    return bool(call.op.row.passes) or len(call.tensors[0].shape) == 1
+    return all(_rank(x) == 1 for x in call.tensors)
+
+
+def _rank(tensor: Any) -> int | None:
+    """Returns the number of axes, `None` where TensorFlow does not know."""
+    shape = tensor.shape
+    return None if getattr(shape, "rank", 0) is None else len(shape)
 
 
 def _handed_on(call: Call) -> list[Exact]:
@@ -535,7 +559,9 @@ def _begins(call: Call) -> str:
         return "lost"
     if row.number and any(map(_is_small, call.numbers)):
         return "lost"
-    return "lost" if row.begins == "square" and _is_square(call) else ""
+    if row.begins != "product" or len(call.tensors) != 2:
+        return ""
+    return "lost" if call.tensors[0] is call.tensors[1] else "flat"
 
 
 def _is_small(number: Any) -> bool:
@@ -577,19 +603,49 @@ def _is_activation(call: Call, result: Any) -> bool:
 
 
 def _often_repeated(call: Call) -> int | None:
-    """Returns which of two 16-bit tensors is a bias for many rows (JAX)."""
-    if _ON_TENSORFLOW or len(call.tensors) != 2:
+    """Returns which 16-bit tensor an op repeats for many rows."""
+    row = call.op.row
+    if row.repeats:
+        return 0 if _sums_in_16_bit(call) else None
+    # Products, and what places tensors beside each other, repeat none.
+    is_other = not row.passes or row.by_weight is Call.plain
+    if len(call.tensors) < 2 or is_other:
         return None
-    sizes = [math.prod(x.shape) for x in call.tensors]
-    # A program for any batch size has sizes that are no numbers.
-    numbers = all(isinstance(size, int) for size in sizes)
-    if not numbers or max(sizes) <= _FEW * min(sizes):
+    if any(_rank(x) is None for x in call.tensors):
         return None
-    return sizes.index(min(sizes))
+    sizes = [size(x.shape) for x in call.tensors]
+    if not is_often(min(sizes), max(sizes)):
+        return None
+    place = sizes.index(min(sizes))
+    # A note may lead to a weight, whose gradient may be beyond float16.
+    exact = call.exact[place]
+    is_known = exact is not None and exact.origin == exact_values.OP
+    is_bias = row.biases and len(sizes) == 2 and not _ON_TENSORFLOW
+    return place if is_known or is_bias or _sums_in_16_bit(call) else None
 
 
-# The sum of so few terms is exact to some units of a 16-bit last place.
-_FEW = 64
+def size(shape: Any) -> Any:
+    """Returns the size of a tensor; an axis of unknown length is long."""
+    return math.prod(_FEW + 1 if n is None else n for n in shape)
+
+
+def is_often(few: Any, many: Any) -> bool:
+    """Returns whether 16 bit loses digits of sums over `many / few` terms.
+
+    A program of JAX for any batch size has sizes that are no numbers.
+    """
+    numbers = isinstance(few, int) and isinstance(many, int)
+    return numbers and many > _FEW * few
+
+
+def _sums_in_16_bit(call: Call) -> bool:
+    """Returns whether the gradient of a repeated tensor is a 16-bit sum.
+
+    TensorFlow's kernels of a CPU sum in 16 bit. XLA and GPUs round the sum.
+    """
+    if not _ON_TENSORFLOW or tracing.by_xla():
+        return False
+    return not tracing.for_gpu(call.tensors[0])
 
 
 def widened(value: Any) -> Any:
@@ -646,16 +702,6 @@ def normalized(call: Call) -> Any:
         return usual(call)
     result = call.in_float32(widened)
     return tensors.narrow(result, tensors.float_dtype(given))
-
-
-def resized(call: Call) -> Any:
-    """Resizes images; under TensorFlow in float32, as its kernels do.
-
-    XLA makes the gradient of 16-bit images float32, whatever it compiles for,
-    and then refuses the program.
-    """
-    call.is_ruled = call.is_ruled or _ON_TENSORFLOW
-    return usual(call)
 
 
 def mapped(call: Call) -> Any:

@@ -42,6 +42,8 @@ class Exact(NamedTuple):
             computed in float32, up to the next product or larger activations.
         is_exact: Whether it was made only of sums and float32 variables, and so
             is what float32 gives.
+        is_product: Whether it multiplies two tensors, element by element. A sum
+            of such products uses it.
         multiply: The function that multiplies by a weight; `None` for Keras's.
     """
 
@@ -51,6 +53,7 @@ class Exact(NamedTuple):
     is_lost: bool = True
     is_wide: bool = False
     is_exact: bool = True
+    is_product: bool = False
     multiply: Callable | None = None
 
 

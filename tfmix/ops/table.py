@@ -5,11 +5,14 @@ An op without a row computes as `compute` says for all.
 
 from collections.abc import Callable
 
+import keras
+
 from tfmix._keras import op_places
 from tfmix.ops import attention, compute, weights
 from tfmix.ops.compute import Function, Op
 
 USUAL = Op()
+_ON_JAX = keras.backend.backend() == "jax"
 
 # A sum computes in float32 what 16 bit would lose.
 _SUM = Op(begins="sum")
@@ -22,23 +25,27 @@ _FLAT = Op(begins="flat")
 _ROOT = Op(asks=(0,))
 # A number beside a tensor is a choice, or a bound.
 _CHOICE = Op(begins="flat", number="term")
-_QUOTIENT = Op(number="factor", asks=(1,))
+# JAX divides the gradient by the square of the denominator, which may be zero.
+_QUOTIENT = Op(number="factor", asks=(1,), is_wide=_ON_JAX)
 # A number makes a tensor of a dtype.
 _FILL = Op(number="term")
 _CAST = Op(number="term", way=compute.converted)
 # The gradient of a weight among inputs is a part of the result's.
-_JOIN = Op(by_weight=weights.joined)
+_JOIN = Op(by_weight=compute.Call.plain)
+# Its gradient sums all copies of a number.
+_REPEAT = Op(repeats=True)
+# A product of two small numbers is smaller.
+_TIMES = Op(begins="product")
 # A note would keep a larger tensor than the result.
 _POOL = Op(passes="lost")
 
 
-def _product(axes_of: weights.Axes, begins: str = "") -> Op:
+def _product(axes_of: weights.Axes) -> Op:
     """Returns the row of a product, which drops what is known of its factors.
 
     A small number is one of many in its sums.
     """
-    by_weight = weights.product(axes_of)
-    return Op(passes="", begins=begins, by_weight=by_weight)
+    return Op(passes="", by_weight=weights.product(axes_of))
 
 
 def _convolution() -> Op:
@@ -50,30 +57,36 @@ OPS: dict[str, Op] = {
     "add": Op(number="term", biases=True, by_weight=weights.summed(1, 1)),
     "subtract": Op(number="term", biases=True, by_weight=weights.summed(1, -1)),
     "multiply": Op(
-        number="factor", begins="square", by_weight=weights.multiplied
+        number="factor", begins="product", by_weight=weights.multiplied
     ),
     # Products of matrices, and convolutions.
     "matmul": _product(weights.of_matmul),
-    "dot": _product(weights.of_dot, begins="square"),
-    "inner": _product(weights.of_inner, begins="square"),
+    "dot": _product(weights.of_dot),
+    "inner": _product(weights.of_inner),
     "tensordot": _product(weights.of_tensordot),
-    "einsum": _product(weights.of_einsum, begins="square"),
+    "einsum": _product(weights.of_einsum),
     "conv": _convolution(),
     "depthwise_conv": _convolution(),
     "conv_transpose": _convolution(),
     "separable_conv": Op(passes="", way=weights.separated),
     "dot_product_attention": Op(
-        passes="", by_weight=weights.joined, way=attention.attended
+        passes="", by_weight=compute.Call.plain, way=attention.attended
     ),
     # Its result has the dtype of its input, whatever its statistics have.
     "batch_normalization": Op(way=compute.normalized),
-    "resize": Op(way=compute.resized),
+    # XLA makes the gradient of TensorFlow's 16-bit images float32, whatever it
+    # compiles for, and then refuses the program.
+    "resize": Op(is_wide=not _ON_JAX),
     # Made of other ops, they round their results themselves.
     **dict.fromkeys(("layer_normalization", "rms_normalization"), USUAL),
     # It runs a function of its caller.
     "vectorized_map": Op(way=compute.mapped),
-    # A lookup.
+    **dict.fromkeys(("outer", "kron", "cross"), _TIMES),
+    # A lookup, and what repeats numbers.
     "take": Op(way=weights.looked_up),
+    **dict.fromkeys(
+        ("take_along_axis", "broadcast_to", "repeat", "tile"), _REPEAT
+    ),
     **dict.fromkeys(
         ("concatenate", "stack", "append", "hstack", "vstack", "dstack"), _JOIN
     ),
@@ -88,13 +101,17 @@ OPS: dict[str, Op] = {
         ),
         _ROOT,
     ),
-    "arctan2": Op(asks=(0, 1)),
+    # Their gradients divide by sums of squares.
+    "arctan2": Op(asks=(0, 1), is_wide=True),
+    "hypot": Op(is_wide=True),
     # Sums.
     **dict.fromkeys(
-        ("sum", "mean", "var", "average", "prod", "segment_sum", "moments"),
+        (
+            *("sum", "mean", "var", "average", "prod", "segment_sum"),
+            *("moments", "vdot"),
+        ),
         _SUM,
     ),
-    "vdot": Op(begins="square"),
     **dict.fromkeys(("square", "exp", "exp2", "expm1", "cumprod"), _CURVE),
     # Saturating and flat functions, choices and bounds.
     **dict.fromkeys(

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 
 from tfmix._keras import (
     context_values,
@@ -132,8 +133,8 @@ def product(axes_of: Axes) -> Callable[[Call], Any]:
         place = call.weight_at()
         is_asked = tapes.may_be_asked()
         if place is None:
-            # Products of several factors keep the format.
-            return call.plain()
+            # A product of several factors.
+            return compute.rounded(call, call.dtype)
         own = call.exact[place].multiply  # type: ignore[union-attr]
         if own is None and not is_asked:
             return call.plain()
@@ -291,15 +292,26 @@ def looked_up(call: Call) -> Any:
         dtype = table.dtype
         with keras_variables.autocast(None):
             rows = call.as_it_came()
-        return tensors.narrow(rows, dtype)
-    weight = exact_values.weight_of(table)
-    if weight is None:
-        return compute.usual(call)
+    else:
+        weight = exact_values.weight_of(table)
+        if weight is None:
+            call.is_ruled = call.is_ruled or _takes_often(call)
+            return compute.usual(call)
+        dtype = tensors.float_dtype(table)
+        rows = call.op.run((weight, *call.args[1:]), call.kwargs)
     # A note would keep all rows in float32.
-    rows = call.op.run((weight, *call.args[1:]), call.kwargs)
-    return tensors.narrow(rows, tensors.float_dtype(table))
+    narrowed = tensors.narrow(rows, dtype)
+    if context_values.block.get().in_map:
+        # Each row of the map may take the same ones.
+        exact_values.weight_copy(rows, narrowed)
+    return narrowed
 
 
-def joined(call: Call) -> Any:
-    """Places a weight beside inputs, which sums no gradients."""
-    return call.plain()
+def _takes_often(call: Call) -> bool:
+    """Returns whether the gradient of a row is a sum of many."""
+    given = dict(zip(("x", "indices", "axis"), call.args, strict=False))
+    given |= call.kwargs
+    sizes, axis = given["x"].shape, given.get("axis")
+    rows = sizes if axis is None else sizes[axis : axis + 1 or None]
+    indices = np.shape(given["indices"])
+    return compute.is_often(compute.size(rows), compute.size(indices))

@@ -1,0 +1,170 @@
+"""An op looks once at what came, and hands through what it has no part in."""
+
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import tfmix
+from tests import helpers, steps
+from tests.ops import against_float32
+
+
+class AsStored(layers.Layer):
+    """Reads its weight in float32 beside 16-bit inputs."""
+
+    def __init__(self, term, **kwargs):
+        super().__init__(**kwargs)
+        self.term = term
+
+    def build(self, shape):
+        self.w = self.add_weight(
+            shape=(shape[-1],), initializer="ones", autocast=False
+        )
+
+    def call(self, x):
+        return self.term(x, self.w)
+
+
+# TensorFlow's eager operators refuse it without tfmix, too.
+COMPILED = [m for m in steps.MODES if helpers.ON_JAX or m != "eager"]
+
+
+@pytest.mark.parametrize("mode", COMPILED)
+@pytest.mark.parametrize(
+    "term",
+    [lambda x, w: x + w, lambda x, w: x - w, lambda x, w: w * x],
+)
+def test_a_variable_that_an_operator_does_not_read_is_handed_through(
+    term, mode, caplog
+):
+    x = ops.convert_to_tensor(np.float32([[0.5, 2.0]]))
+    tfmix.set_global_policy("mixed_float16")
+    layer = AsStored(term)
+    layer.build((1, 2))
+    found = steps.compiled(lambda x: layer(x), mode)(x)
+    assert helpers.dtype_of(found) == "float32"
+    expected = term(np.float32([[0.5, 2.0]]), np.ones(2, "float32"))
+    np.testing.assert_array_equal(found, expected)
+    assert "computes in float32" not in caplog.text
+
+
+RNG = np.random.default_rng(0)
+SMALL = RNG.uniform(1e-4, 6e-4, (3, 4)).astype("float32")
+ROWS = RNG.uniform(3, 6, (20_000, 4)).astype("float32")
+GAINS = RNG.uniform(0.5, 2, 4).astype("float32")
+ONES = np.ones(4, "float32")
+ZEROS = np.zeros(20_000, "int32")
+SLICES = {
+    "a new axis": lambda t: t[..., None],
+    "tiled": lambda t: ops.tile(t[:, None], (1, 4)),
+    "repeated": lambda t: ops.repeat(t[:, None], 4, axis=1),
+    "taken": lambda t: ops.take(t, np.arange(3))[:, None],
+    "split": lambda t: ops.split(t, [3])[0][:, None],
+    "swapped": lambda t: ops.swapaxes(t[None], 0, 1),
+    "summed by segment": lambda t: ops.segment_sum(t, np.arange(3), 3)[:, None],
+    "in a list": lambda t: ops.stack([t, t], 1)[:, :1],
+}
+
+
+@pytest.mark.parametrize("mode", steps.MODES)
+@pytest.mark.parametrize("shape", SLICES)
+def test_a_small_number_is_handed_on_by_an_op_that_changes_its_shape(
+    shape, mode
+):
+    def unit(x, w):
+        mean = SLICES[shape](ops.mean(ops.square(x), -1))
+        return x / ops.sqrt(mean + 1e-12)
+
+    against_float32.check(unit, SMALL, ONES, mode=mode)
+
+
+@pytest.mark.parametrize("mode", steps.MODES)
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda x, y: x * y,
+        lambda x, y: ops.sum(x * y, -1),
+        lambda x, y: ops.outer(x[0], y[0]),
+        lambda x, y: ops.einsum("ni,ni->n", x, y),
+        lambda x, y: ops.vdot(x[0], y[0]),
+        lambda x, y: ops.dot(x[0], y[0]),
+        lambda x, y: ops.matmul(x[0], y[0]),
+    ],
+)
+def test_a_product_of_small_numbers_is_one_of_float32(product, mode):
+    def logarithm(x, w):
+        return ops.log(product(x, ops.flip(x, 0)) + 1e-12)
+
+    against_float32.check(logarithm, SMALL, ONES, mode=mode)
+
+
+def test_what_rows_share_is_read_once_for_a_weight_twice():
+    twice = ROWS[:2], np.full(4, 3.0, "float32")
+    against_float32.check(lambda x, w: x * ops.multiply(w, w), *twice)
+
+
+SHARED = {
+    "a function of it": lambda x, w: x * ops.exp(w),
+    "a slice": lambda x, w: x * w[None],
+    "a denominator": lambda x, w: x / (1 + w),
+    "chosen": lambda x, w: ops.where(w > 1, x * w, x),
+    "a bound": lambda x, w: ops.minimum(x, w),
+    "without a row": lambda x, w: ops.hypot(x, w),
+    "times an input": lambda x, w: x * (w * ops.mean(x)),
+    "plus an input": lambda x, w: x + (w + ops.mean(x, 0)),
+    "times a constant": lambda x, w: x * (w * ops.ones((4,), x.dtype)),
+    "taken": lambda x, w: x * ops.take(w, [0, 1, 1, 0]),
+    "taken often": lambda x, w: x * ops.take(w[None], ZEROS, axis=0),
+    "in three factors": lambda x, w: ops.einsum("ni,i,i->n", x, w, w),
+    "in a branch": lambda x, w: ops.cond(
+        ops.sum(x) > 0, lambda: x * w, lambda: x
+    ),
+    "in a map": lambda x, w: ops.vectorized_map(lambda r: r * w, x),
+    "taken in a map": lambda x, w: ops.vectorized_map(
+        lambda r: r * ops.take(w, [0, 1, 1, 0]), x
+    ),
+    "from a map": lambda x, w: x * ops.vectorized_map(ops.square, 2 * w),
+}
+
+
+@pytest.mark.parametrize("mode", steps.MODES)
+@pytest.mark.parametrize("policy", against_float32.WITHIN)
+@pytest.mark.parametrize("use", SHARED)
+def test_a_weight_shared_by_many_rows_gets_the_sum_of_float32(
+    use, policy, mode
+):
+    against_float32.check(SHARED[use], ROWS, GAINS, policy, mode)
+
+
+@pytest.mark.parametrize("mode", steps.MODES)
+@pytest.mark.parametrize(
+    "repeat",
+    [
+        lambda x: ops.broadcast_to(x, (5000, 3, 4)),
+        lambda x: ops.repeat(x, 5000, axis=0),
+        lambda x: ops.tile(x, (5000, 1)),
+        lambda x: ops.take(x, np.arange(15_000) % 3, axis=0),
+        lambda x: x[:1] * ops.ones((15_000, 4), x.dtype),
+        lambda x: ops.maximum(x[0], ops.zeros((15_000, 4), x.dtype)),
+    ],
+)
+def test_an_input_that_is_repeated_gets_the_sum_of_float32(repeat, mode):
+    def repeated(x, w):
+        return w * repeat(x)
+
+    against_float32.check(repeated, ROWS[:3], GAINS, mode=mode)
+
+
+@pytest.mark.parametrize("mode", steps.MODES)
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x / ops.norm(x, 1, axis=-1, keepdims=True),
+        lambda x: x / (ops.hypot(x, ops.flip(x)) + 1e-9),
+        lambda x: ops.arctan2(x, ops.flip(x)),
+    ],
+)
+def test_a_quotient_of_small_numbers_has_the_gradient_of_float32(
+    function, mode
+):
+    against_float32.check(lambda x, w: function(x), SMALL, ONES, mode=mode)
