@@ -10,7 +10,7 @@ import tfmix
 from benchmarks import compiled_steps, overhead
 from tests import helpers
 from tests.hardware.programs import skip_without
-from tfmix._keras import compilation
+from tfmix._keras import tracing
 from tfmix.hardware import compiled_text, compilers, lowering
 from tfmix.hardware import target as targets
 from tfmix.step import finite
@@ -154,7 +154,7 @@ def test_sparse_gradients_are_checked_without_a_loop():
 
 def test_a_separate_check_per_gradient_is_caught(monkeypatch):
     if keras.backend.backend() == "tensorflow":
-        monkeypatch.setattr(compilation, "by_xla", lambda: False)
+        monkeypatch.setattr(tracing, "by_xla", lambda: False)
     else:
         monkeypatch.setattr(
             finite, "_not_finite_of_a_shape", finite.VARIANTS["default"]
