@@ -15,10 +15,9 @@ _INTRODUCTION = """\
 The JSON files in `docs/benchmarks/` have the rows that are not shown here, and
 the machines.
 
-A cell such as 1.06 (1.02–1.11) is the median with the smallest and the
-largest run. Runs that are compared took turns, so a slow moment of the machine
-hits both. On two CPU cores, do not trust a difference below 5 %. "Bare" is the
-optimizer alone, without a loss scale or a check.
+A cell such as 1.06 (1.02–1.11) is the median with the least and the most, or
+what the line below says. Timed runs that are compared took turns. On two CPU
+cores, do not trust a difference below 5 %. "Bare" is the optimizer alone.
 """
 # Timings are no more exact than a percent, so three digits are enough.
 _DIGITS = 3
