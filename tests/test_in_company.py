@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 import pickle
 import threading
 
@@ -65,12 +66,26 @@ def reads_the_call(fit, seen):
     return hook
 
 
+def binds_the_call(fit, seen):
+    """A patch that is safe hands on what it has bound, defaults included."""
+    signature = inspect.signature(fit)
+
+    def hook(self, *args, **kwargs):
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        seen.append(bound.arguments.get("epochs"))
+        return fit(*bound.args, **bound.kwargs)
+
+    return hook
+
+
 FIT = {
     adds_a_callback: {"epochs": 2},
     sets_epochs: {"epochs": 1},
     has_a_default_for_verbose: {"epochs": 2},
     names_three: {"epochs": 2},
     reads_the_call: {"batch_size": 4, "epochs": 2},
+    binds_the_call: {"batch_size": 4, "epochs": 2},
 }
 
 
@@ -201,6 +216,35 @@ def test_a_function_on_compile_gets_and_gives_what_it_does_without_tfmix(
     run = functools.partial(
         hooked, hook, keras.Model, "compile", when, wraps=wraps
     )
+    assert_alike(run(policy), run("float32"), policy)
+
+
+class WithOtherArguments(keras.Sequential):
+    """Its methods do not take what Keras's do, nor in that order."""
+
+    def compile(self, rate, **others):
+        super().compile(optimizer=keras.optimizers.SGD(rate), **others)
+
+    def fit(self, data, times):
+        return super().fit(*data, epochs=times, verbose=0, shuffle=False)
+
+    def evaluate(self, data):
+        return super().evaluate(*data, verbose=0)
+
+    def predict(self, data):
+        return super().predict(data, verbose=0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_methods_with_arguments_of_their_own_get_them(policy):
+    def run(policy):
+        with tfmix.policy_scope(policy):
+            model = WithOtherArguments(network().layers)
+            model.compile(0.1, loss="mse")
+            history = model.fit((X, Y), 2).history
+            history["test"] = [model.evaluate((X, Y))]
+            return history, [model.predict(X), *model.get_weights()], []
+
     assert_alike(run(policy), run("float32"), policy)
 
 
@@ -391,6 +435,9 @@ for name in ("fit", "compile", "train_step"):
 for name in ("apply", "apply_gradients"):
     counted(keras.optimizers.Optimizer, name)
 counted(keras.Layer, "__call__")
+# These call what they found, of the class that the other one derives from.
+counted(keras.Sequential, "compile")
+counted(keras.optimizers.SGD, "apply")
 
 import tfmix
 
@@ -407,6 +454,11 @@ for each in (model, twin):
     each.compile("sgd", "mse")
     each.fit(x, y, batch_size=4, shuffle=False, verbose=0)
     finite += [bool(np.isfinite(w).all()) for w in each.get_weights()]
+# A loop's optimizer, which nothing wraps.
+tfmix.set_global_policy("mixed_float16")
+weight = keras.Variable(np.ones(3, "float32"))
+keras.optimizers.SGD().apply([np.full(3, np.nan, "float32")], [weight])
+finite.append(bool(np.isfinite(weight.numpy()).all()))
 print("RESULT", json.dumps([sorted(set(seen)), all(finite)]))
 """
 

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import threading
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import keras
@@ -44,10 +44,28 @@ def copy_module(
 def definers(kind: type, name: str) -> list[Place]:
     """Returns the places of a method in a class and those it derives from.
 
-    Others may have put a function into a derived class, which calls the one
-    that it found before us.
+    Others may have put a function into a class of Keras's that derives from it,
+    which calls the one that it found before us.
     """
-    return [(each, name) for each in kind.__mro__ if name in vars(each)]
+    owners = [*filter(functools.partial(_is_hooked, name), _derived(kind))]
+    owners += [each for each in kind.__mro__ if name in vars(each)]
+    return [(each, name) for each in owners]
+
+
+def _derived(kind: type) -> Iterator[type]:
+    """Yields Keras's classes that derive from a class."""
+    subclasses: list[type] = kind.__subclasses__()
+    for each in subclasses:
+        if each.__module__.partition(".")[0] == "keras":
+            yield each
+            yield from _derived(each)
+
+
+def _is_hooked(name: str, kind: type) -> bool:
+    """Returns whether a class has a method that is not its own."""
+    method = vars(kind).get(name)
+    is_own = getattr(method, "__module__", None) == kind.__module__
+    return method is not None and not is_own
 
 
 def replaced() -> list[Place]:

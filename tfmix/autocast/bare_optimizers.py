@@ -246,7 +246,10 @@ def applying(original: Callable) -> Callable:
         of_call = functools.partial(_arguments.of_call, _ORDER, args, kwargs)
         grads, variables = of_call("grads", ()), of_call("trainable_variables")
         is_mine = not (
-            finite.is_chosen() or self.loss_scale_factor or self in _left_alone
+            finite.is_chosen()
+            or isinstance(self, keras.optimizers.LossScaleOptimizer)
+            or self.loss_scale_factor
+            or self in _left_alone
         )
         # Keras refuses gradients without variables before the build.
         is_early = variables is None and not self.built
