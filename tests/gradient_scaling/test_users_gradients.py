@@ -106,6 +106,9 @@ class Calls(layers.Layer):
     def call(self, x):
         return self.function(x)
 
+    def compute_output_shape(self, shape):
+        return shape
+
 
 def network(policy, function, skips=False):
     """Returns a model that calls a function between its layers."""
@@ -283,6 +286,31 @@ def with_keywords(layer, x):
     return function(x, 2.0)
 
 
+def of_a_pair(layer, x):
+    @ops.custom_gradient
+    def difference(pair):
+        def of(*results, upstream=None):
+            g = results[0] if upstream is None else upstream
+            g = ops.clip(g, -1e-3, 1e-3)
+            return ((g, -g),) if ON_JAX else (g, -g)
+
+        return pair[0] - pair[1], of
+
+    return difference((x, ops.sin(x)))
+
+
+def with_arguments_without_gradient(layer, x):
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))
+    def function(forward, x, bound):
+        return forward(x)
+
+    function.defvjp(
+        lambda forward, x, bound: (forward(x), None),
+        lambda forward, bound, _, g: (ops.clip(g, -bound, bound),),
+    )
+    return function(ops.tanh, x, 1e-3)
+
+
 def recomputed(layer, x):
     return keras.remat(lambda x: clipped(ops.tanh(x)))(x)
 
@@ -341,10 +369,10 @@ def in_a_tape(layer, x):
 
 
 COMPOSITES = [two_in_a_row, of_a_weight, of_two_results]
-COMPOSITES += [with_16_bit_numbers_inside, with_keywords]
+COMPOSITES += [with_16_bit_numbers_inside, with_keywords, of_a_pair]
 COMPOSITES += [recomputed, in_a_branch, in_a_loop]
 COMPOSITES += (
-    [each_row, in_a_jit, in_a_scan]
+    [each_row, in_a_jit, in_a_scan, with_arguments_without_gradient]
     if ON_JAX
     else [with_a_weight_inside, in_a_tape]
 )
@@ -394,6 +422,11 @@ def a_recurrent_cell(hidden):
     return layers.RNN(Cell())(steps_of_4)
 
 
+def each_step(hidden):
+    steps_of_4 = layers.Reshape((4, 4))(hidden)
+    return layers.Flatten()(layers.TimeDistributed(Calls(clipped))(steps_of_4))
+
+
 def a_model_inside(hidden):
     some = [layers.Dense(8, "tanh"), Calls(clipped), layers.Dense(8, "tanh")]
     return keras.Sequential([keras.Input((16,)), *some])(hidden)
@@ -416,7 +449,8 @@ def heads(hidden):
 @pytest.mark.costly
 @pytest.mark.parametrize("mode", steps.MODES[1:])
 @pytest.mark.parametrize(
-    "make", [a_recurrent_cell, a_model_inside, recomputed_layers, heads]
+    "make",
+    [a_recurrent_cell, each_step, a_model_inside, recomputed_layers, heads],
 )
 def test_each_kind_of_model_may_call_such_a_function(make, mode):
     def model(policy):
