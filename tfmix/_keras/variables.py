@@ -382,15 +382,19 @@ def number_or_value(variable: keras.Variable) -> Any:
 def value_outside(variable: keras.Variable) -> np.ndarray | None:
     """Returns a variable's value outside any trace, None if it has none."""
     if keras.backend.backend() == "jax":
-        # A step of `fit` takes the values out, or lets XLA overwrite them.
-        value = variable._value
-        is_gone = value is None or getattr(value, "is_deleted", bool)()
-        return None if is_gone else np.asarray(value)
+        return None if _is_gone(variable) else np.asarray(variable._value)
     with tf.init_scope():
         inner = backend_variable(variable)
         if not (tf.executing_eagerly() and inner.is_initialized()):
             return None
         return np.asarray(inner.numpy())
+
+
+def _is_gone(variable: keras.Variable) -> bool:
+    """Returns whether a variable has no value outside a step (JAX)."""
+    # A step of `fit` takes the values out, or lets XLA overwrite them.
+    value = variable._value
+    return value is None or bool(getattr(value, "is_deleted", bool)())
 
 
 def becomes_constant(variable: keras.Variable) -> bool:
@@ -418,7 +422,7 @@ def value_in_scopes(variable: keras.Variable) -> Any:
         value = scope.get_current_value(variable)
         if value is not None:
             return value
-    is_unknown = becomes_constant(variable) or value_outside(variable) is None
+    is_unknown = _is_gone(variable) or becomes_constant(variable)
     return None if is_unknown else variable.value
 
 
