@@ -86,6 +86,7 @@ def is_float(value):
 
 def error(found, right):
     """Returns the largest error, as a part of the largest number."""
+    assert found.shape == right.shape
     known = np.isfinite(right)
     # Others are beyond float16.
     if not known.any() or np.abs(right[known]).max() > 6e4:

@@ -138,6 +138,22 @@ def test_a_weight_shared_by_many_rows_gets_the_sum_of_float32(
 
 @pytest.mark.parametrize("mode", steps.MODES)
 @pytest.mark.parametrize(
+    "product",
+    [
+        lambda x, w: ops.einsum("bth,th->b", x, w),
+        lambda x, w: ops.einsum("bth,th->b", w[None], x[0]),
+        lambda x, w: ops.tensordot(x, w, 2),
+    ],
+)
+def test_a_weight_whose_axes_are_all_summed_gets_a_gradient_of_its_shape(
+    product, mode
+):
+    x = RNG.normal(size=(5, 3, 4)).astype("float32")
+    against_float32.check(product, x, x[0], mode=mode)
+
+
+@pytest.mark.parametrize("mode", steps.MODES)
+@pytest.mark.parametrize(
     "repeat",
     [
         lambda x: ops.broadcast_to(x, (5000, 3, 4)),

@@ -181,11 +181,20 @@ ROLES = {
     ),
 }
 # What a small number loses in a product, and what no rounding of 16 bit keeps.
-_SUMMED = "a product sums it with others"
 _STEP = "a rounded number is on the other side of a step"
-_LOOP = "its note does not enter the body of a loop"
-_ROUNDED = "float32 rounds it, too"
+_ONE = "float32, too, rounds what differs little from 1"
 EXCEPT = {
+    ("floor_divide", "rows"): _STEP,
+    ("fmod", "rows"): _STEP,
+    ("mod", "rows"): _STEP,
+    ("exp2", "small"): _ONE,
+    ("logspace", "small"): _ONE,
+    ("sinc", "small"): _ONE,
+}
+_SUMMED = "a product sums it with others"
+_LOOP = "its note does not enter the body of a loop"
+# bfloat16 holds these numbers.
+BELOW_FLOAT16 = {
     **{
         (name, "small"): _SUMMED
         for name in (
@@ -195,22 +204,10 @@ EXCEPT = {
         )
     },
     **{
-        (name, role): _STEP
-        for name in ("floor_divide", "fmod", "mod")
-        for role in ("rows", "both")
-    },
-    **{
         (name, "small"): _LOOP
         for name in (
             *("map", "scan", "fori_loop", "associative_scan"),
             "vectorized_map",
-        )
-    },
-    **{
-        (name, "small"): _ROUNDED
-        for name in (
-            *("exp2", "sinc", "geomspace", "logspace"),
-            *("lstsq", "solve", "solve_triangular"),
         )
     },
 }
@@ -256,12 +253,15 @@ QUICK = """
 def check(name, policy):
     far = {role: max(errors(name, role, policy), default=0) for role in ROLES}
     within = against_float32.WITHIN[policy]
-    wrong = {
-        role: error
-        for role, error in far.items()
-        if error > within and (name, role) not in EXCEPT
-    }
-    assert not wrong
+    wrong = {role: error for role, error in far.items() if error > within}
+    known = EXCEPT
+    if policy == "mixed_float16":
+        known = EXCEPT | BELOW_FLOAT16
+    excepted = {role for op, role in known if op == name}
+    assert wrong.keys() <= excepted, far
+    # What is right under both formats needs no exception.
+    needless = {role for role in excepted if far[role] < 0.03}
+    assert not needless, far
 
 
 @pytest.mark.parametrize("name", QUICK)

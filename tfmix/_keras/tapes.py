@@ -197,7 +197,7 @@ def replaced(
         return []
     with record.stop_recording():
         if tf.executing_eagerly():
-            made = [tf.identity(result) for result in results]
+            made = [tf.raw_ops.Identity(input=result) for result in results]
         else:
             inputs = [*results, *tensors, *handles(variables)]
             with _named(by_graph or by_tape, len(results)):

@@ -514,8 +514,15 @@ def _is_argument(array: Any) -> bool:
 
 def _is_array(value: Any) -> bool:
     if _TENSORFLOW:
-        return isinstance(value, tf.Tensor)
+        kind: Any = type(value)
+        return _is_tensors(kind)
     return isinstance(value, jax.Array | np.ndarray)
+
+
+@functools.cache
+def _is_tensors(kind: Any) -> bool:
+    # Each attribute of a layer is asked, and TensorFlow's check takes long.
+    return issubclass(kind, tf.Tensor)
 
 
 def _is_float(array: Any) -> bool:

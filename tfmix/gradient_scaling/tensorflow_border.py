@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmix._keras import context_values, tapes, tracing
+from tfmix._keras import context_values, kernels, tapes, tracing
 from tfmix.gradient_scaling import power
 from tfmix.ops import tensorflow_products
 from tfmix.step import gradients as unscaled_gradients
@@ -192,7 +192,7 @@ def _by_size(tensors: Sequence) -> tuple[list, list]:
     The latter may be the state of a quantized layer, far larger than gradients.
     """
     with _as_written():
-        small = [tf.cast(x, tf.float32) for x in tensors if _is_small(x)]
+        small = [kernels.cast(x, tf.float32) for x in tensors if _is_small(x)]
         return small, [tf.identity(x) for x in tensors if not _is_small(x)]
 
 
@@ -438,9 +438,10 @@ def _unscaled(down: Any, gradient: Any, lost: Any) -> Any:
     result = _times(down if factor is None else down * factor, tensor)
     if lost is None:
         return result
-    lost = tf.cast(lost, tensor.dtype)
-    is_finite = tf.math.is_finite(tf.math.real(tensor))
-    return tf.where(is_finite, result, lost)
+    lost = kernels.cast(lost, tensor.dtype)
+    real = tf.math.real(tensor) if tensor.dtype.is_complex else tensor
+    is_finite = tf.raw_ops.IsFinite(x=real)
+    return tf.raw_ops.SelectV2(condition=is_finite, t=result, e=lost)
 
 
 def _times(factor: Any, tensor: Any) -> Any:
@@ -448,5 +449,5 @@ def _times(factor: Any, tensor: Any) -> Any:
     if tensor.dtype == tf.float32:
         # It is quick to trace, for hundreds of gradients.
         return tf.raw_ops.Mul(x=tensor, y=factor)
-    wide = tf.cast(tensor, tf.float32) if tensor.dtype.size < 4 else tensor
-    return tf.cast(wide * tf.cast(factor, wide.dtype), tensor.dtype)
+    wide = kernels.cast(tensor, tf.float32) if tensor.dtype.size < 4 else tensor
+    return kernels.cast(wide * kernels.cast(factor, wide.dtype), tensor.dtype)

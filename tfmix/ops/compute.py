@@ -74,7 +74,6 @@ class Op:
             weight's gradient is float32. By default, the op computes in
             float32.
         is_wide: Whether it computes in float32 under any policy.
-        repeats: Whether its gradient sums rows that are one in the argument.
         biases: Whether it adds a small 16-bit tensor to many rows.
         way: Computes it in a way of its own.
     """
@@ -85,7 +84,6 @@ class Op:
     asks: tuple[int, ...] = ()
     by_weight: Callable[["Call"], Any] | None = None
     is_wide: bool = False
-    repeats: bool = False
     biases: bool = False
     way: Callable[["Call"], Any] | None = None
 
@@ -200,7 +198,7 @@ class Call:
             return tensors.map_leaves(
                 value, lambda leaf: self.read.get(id(leaf), leaf)
             )
-        if isinstance(value, keras.Variable):
+        if _is_variable(kind):
             # A layer's variables of other dtypes are handed on as they came.
             dtype = str(value.dtype)
             if dtype in _formats.SIXTEEN_BIT:
@@ -279,6 +277,12 @@ class Call:
             return None
         first, second = map(_is_weight, self.exact)
         return int(second) if first != second else None
+
+
+@functools.cache
+def _is_variable(kind: Any) -> bool:
+    # Keras's variables are tensors of TensorFlow, whose check takes long.
+    return issubclass(kind, keras.Variable)
 
 
 def _is_weight(exact: Exact | None) -> bool:
@@ -605,8 +609,6 @@ def _is_activation(call: Call, result: Any) -> bool:
 def _often_repeated(call: Call) -> int | None:
     """Returns which 16-bit tensor an op repeats for many rows."""
     row = call.op.row
-    if row.repeats:
-        return 0 if _sums_in_16_bit(call) else None
     # Products, and what places tensors beside each other, repeat none.
     is_other = not row.passes or row.by_weight is Call.plain
     if len(call.tensors) < 2 or is_other:

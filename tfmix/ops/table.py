@@ -32,8 +32,8 @@ _FILL = Op(number="term")
 _CAST = Op(number="term", way=compute.converted)
 # The gradient of a weight among inputs is a part of the result's.
 _JOIN = Op(by_weight=compute.Call.plain)
-# Its gradient sums all copies of a number.
-_REPEAT = Op(repeats=True)
+# TensorFlow sums the gradients of all copies of a number in 16 bit.
+_REPEAT = Op(is_wide=not _ON_JAX)
 # A product of two small numbers is smaller.
 _TIMES = Op(begins="product")
 # A note would keep a larger tensor than the result.
@@ -103,6 +103,7 @@ OPS: dict[str, Op] = {
     ),
     # Their gradients divide by sums of squares.
     "arctan2": Op(asks=(0, 1), is_wide=True),
+    "geomspace": Op(asks=(0, 1)),
     "hypot": Op(is_wide=True),
     # Sums.
     **dict.fromkeys(

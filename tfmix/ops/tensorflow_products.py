@@ -21,6 +21,7 @@ import tensorflow as tf
 from tfmix._keras import (
     context_values,
     global_state,
+    kernels,
     tapes,
     tracing,
 )
@@ -164,13 +165,14 @@ def combined(
 
 def _of_term(upstream: Any, term: Any, sign: int) -> Any:
     """Returns the gradient of a term of a sum that may have repeated it."""
-    shape = [1] * (len(upstream.shape) - len(term.shape)) + list(term.shape)
-    sizes = zip(shape, upstream.shape, strict=True)
-    axes = [n for n, (size, whole) in enumerate(sizes) if size != whole]
+    own, whole = term.shape.as_list(), upstream.shape.as_list()
+    repeated = [1] * (len(whole) - len(own)) + own
+    sizes = zip(repeated, whole, strict=True)
+    axes = [n for n, (size, all_) in enumerate(sizes) if size != all_]
     if axes:
-        upstream = tf.reduce_sum(upstream, axes)
-    if upstream.shape != term.shape:
-        upstream = tf.reshape(upstream, term.shape)
+        upstream = tf.raw_ops.Sum(input=upstream, axis=axes, keep_dims=False)
+    if upstream.shape.as_list() != own:
+        upstream = tf.reshape(upstream, own)
     return -upstream if sign < 0 else upstream
 
 
@@ -287,7 +289,7 @@ def _with_gradient(
         of_weight: Returns the gradient of the weight.
     """
     with tapes.unrecorded():
-        narrow = tf.cast(weight, inputs.dtype)
+        narrow = kernels.cast(weight, inputs.dtype)
     if not tf.executing_eagerly():
         result = function(inputs, tf.stop_gradient(narrow))
     else:
@@ -301,7 +303,7 @@ def _with_gradient(
             if not tapes.is_recorded():
                 return [upstream, None, total]
             # The gradient of this one needs to know the weight.
-            again = tf.cast(weight, inputs.dtype)
+            again = kernels.cast(weight, inputs.dtype)
             pulled = _pulled(lambda x: function(x, again), inputs, upstream)
             return [None, pulled, total]
 
@@ -337,7 +339,7 @@ def _wide_product(a: Any, b: Any, axes: Contraction) -> Any:
     """Multiplies 16-bit factors; the result is float32 (XLA)."""
 
     def of_both(upstream: Any) -> list:
-        narrow = tf.cast(upstream, a.dtype)
+        narrow = kernels.cast(upstream, a.dtype)
         of_a = _product(narrow, b, axes.of_inputs)
         return [of_a, _product(a, narrow, axes.of_weight)]
 
@@ -364,7 +366,8 @@ def _product(
             x=left, y=right, Tout=dtype, adj_x=adjoint_left, adj_y=adjoint_right
         )
     order = axes.batch + axes.free + axes.new
-    if len(order) == len(result.shape) and order == axes.outputs:
+    are_single = len(axes.free) == len(axes.new) == 1 >= len(axes.batch)
+    if are_single and order == axes.outputs:
         return result
     sizes = dict(zip(axes.inputs, _shape(a), strict=True))
     sizes |= dict(zip(axes.weight, _shape(b), strict=True))
@@ -410,4 +413,4 @@ def _shape(tensor: Any) -> list:
 
 
 def _wide(tensor: Any) -> Any:
-    return tf.cast(tensor, tf.float32)
+    return kernels.cast(tensor, tf.float32)
