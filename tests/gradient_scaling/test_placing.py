@@ -6,6 +6,7 @@ import pytest
 from keras import layers, ops
 
 import tfmix
+from tests import helpers
 
 ON_JAX = keras.backend.backend() == "jax"
 if ON_JAX:
@@ -178,10 +179,9 @@ def test_bad_batches_move_nothing(way):
     assert skipped < with_bad <= skipped + len(BAD)
 
 
+@helpers.requires_backend("tensorflow")
 def test_clipping_of_ones_own_hides_no_overflow():
     # It makes NaN of all gradients, as a bad batch does.
-    if ON_JAX:
-        pytest.skip("`tf.clip_by_global_norm` is TensorFlow's")
     tfmix.set_global_policy("mixed_float16")
     model, (x, y) = model_of(recurrent), data(False)
     optimizer = keras.optimizers.Adam(0.02)
@@ -291,3 +291,31 @@ def test_the_optimizer_of_a_discriminator_moves_it_for_its_generator():
         assert one.consecutive_skips == 0
     # What comes into the generator is not finite then, so it is not to blame.
     assert pair.optimizers[1].loss_scale == 2.0**15
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("wraps", [True, False])
+def test_replicas_move_a_place_together(wraps):
+    tfmix.set_global_policy("mixed_float16")
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        model, optimizer = model_of(recurrent), keras.optimizers.Adam(0.02)
+        inner = optimizer
+        if wraps:
+            optimizer = tfmix.LossScaleOptimizer(optimizer)
+
+    def on_replica(x, y):
+        with tf.GradientTape() as tape:
+            loss = ops.mean(ops.square(model(x, training=True) - y))
+        weights = model.trainable_variables
+        gradients = tape.gradient(loss, weights)
+        # The first of these builds the optimizer.
+        optimizer.apply_gradients(zip(gradients, weights, strict=True))
+
+    @tf.function
+    def step(x, y):
+        strategy.run(on_replica, args=(x, y))
+
+    for pair in zip(*data(False), strict=True):
+        step(*map(tf.constant, pair))
+    assert STEPS - 12 <= int(inner.iterations.numpy()) < STEPS

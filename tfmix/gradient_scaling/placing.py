@@ -152,27 +152,30 @@ class _Place:
             name="place",
         )
         self._next = itertools.count()
-        # Maps an optimizer to its position and to the last number of an eager
-        # step.
-        self._known: weakref.WeakKeyDictionary[Mover, tuple[int, Any]] = (
+        # Maps an optimizer to its position and to its last place, `math.nan` if
+        # that may be known on the device only.
+        self._known: weakref.WeakKeyDictionary[Mover, tuple[int, float]] = (
             weakref.WeakKeyDictionary()
         )
 
     def read(self) -> list:
-        """Returns the lowest place, or nothing in an eager first call."""
-        if not self._known and tracing.trace() == tracing.EAGER:
-            return []
+        """Returns the lowest place; nothing if no optimizer has put one in."""
+        if tracing.trace() == tracing.EAGER:
+            numbers = [number for _, number in self._known.values()]
+            if not any(map(math.isnan, numbers)):
+                return [min(numbers)] if numbers else []
         with replicas.one_replica([self.variable]):
             lowest = ops.min(keras_variables.read(self.variable))
         return [ops.where(lowest < math.inf, lowest, 1.0)]
 
     def put(self, mover: Mover, place: Any) -> None:
         """Puts in the place of an optimizer."""
-        position, before = self._known.get(mover, (next(self._next), None))
+        position, before = self._known.get(mover, (next(self._next), 0.0))
         is_number = isinstance(place, float | np.floating)
-        self._known[mover] = position, place if is_number else None
-        # An eager step writes only what has changed.
-        if not is_number or place != before:
+        # After a compiled step its later ones are not seen here.
+        now = float(place) if is_number and before == before else math.nan
+        self._known[mover] = position, now
+        if now != before:
             mine = np.arange(_MOST) == position % _MOST
             self.variable.assign(
                 ops.where(mine, ops.cast(place, "float32"), self.variable)

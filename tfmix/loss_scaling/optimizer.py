@@ -630,12 +630,15 @@ class LossScaleOptimizer(
         if self.built:
             return
         variables = list({id(v): v for v in variables}.values())
-        # TensorFlow traces a function that creates variables a second time.
-        with keras_variables.outside_of_tracing(variables):
+
+        def create() -> None:
             self.inner_optimizer.build(variables)
             self._overflow_counts = self._counter(
                 "overflow_counts", len(variables)
             )
+
+        # TensorFlow traces a function that creates variables a second time.
+        replicas.once_for_all(create, variables)
         optimizers.remember(self, variables)
         placing.note(self, variables)
         self.built = True

@@ -75,7 +75,10 @@ def once_for_all(
             traces now.
         variables: The variables whose values it reads.
     """
-    if not _in_replica_of_many():
+    is_in_replica = keras.backend.backend() == "tensorflow" and not (
+        tf.distribute.in_cross_replica_context()
+    )
+    if not (is_in_replica and _in_replica_of_many()):
         with keras_variables.outside_of_tracing(variables):
             function()
         return
