@@ -41,8 +41,7 @@ class Normalised(layers.Layer):
 
     def call(self, x):
         x = x - ops.mean(x, -1, keepdims=True)
-        variance = ops.mean(ops.square(x), -1, keepdims=True)
-        return x / ops.sqrt(variance + 1e-16)
+        return x / ops.std(x, -1, keepdims=True)
 
 
 def normalised():

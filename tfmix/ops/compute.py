@@ -317,11 +317,14 @@ def usual(call: Call) -> Any:
     dtype = wanted or call.dtype
     if call.weights == len(call.tensors):
         return _of_weights(call, dtype)
-    if row.begins == "sum" or _is_of_vectors(call):
+    is_sum = row.begins == "sum"
+    if (is_sum and not row.asks) or _is_of_vectors(call):
         return _summed(call, dtype)
     known = _handed_on(call) if call.noted else []
     if known and (any(exact.is_wide for exact in known) or _asks(call)):
         return _in_float32_now(call, dtype)
+    if is_sum:
+        return _summed(call, dtype)
     if row.number and call.numbers and _is_unfit(call, dtype):
         result = _finite(call, dtype)
     elif call.is_ruled or row.is_wide:

@@ -96,7 +96,7 @@ OPS: dict[str, Op] = {
     **dict.fromkeys(
         (
             *("log", "log2", "log10", "log1p", "sqrt", "rsqrt", "reciprocal"),
-            *("cbrt", "norm", "normalize", "std", "erfinv"),
+            *("cbrt", "normalize", "erfinv"),
             *("arccos", "arccosh", "arcsin", "arctanh"),
         ),
         _ROOT,
@@ -105,6 +105,8 @@ OPS: dict[str, Op] = {
     "arctan2": Op(asks=(0, 1), is_wide=True),
     "geomspace": Op(asks=(0, 1)),
     "hypot": Op(is_wide=True),
+    # Roots of sums, which a quotient may use.
+    **dict.fromkeys(("norm", "std"), Op(begins="sum", asks=(0,))),
     # Sums.
     **dict.fromkeys(
         (
