@@ -296,7 +296,7 @@ def test_the_optimizer_of_a_discriminator_moves_it_for_its_generator():
 @pytest.mark.parametrize("wraps", [True, False])
 def test_replicas_move_a_place_together(wraps):
     tfmix.set_global_policy("mixed_float16")
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = helpers.mirrored_strategy()
     with strategy.scope():
         model, optimizer = model_of(recurrent), keras.optimizers.Adam(0.02)
         inner = optimizer

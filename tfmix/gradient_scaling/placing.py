@@ -31,6 +31,8 @@ from tfmix.step import guard, replicas
 _ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 # A model has rarely more than two optimizers. Further ones share a number.
 _MOST = 8
+# No optimizer of the default rule has a higher place.
+_HIGH = 2.0**24
 
 
 class Mover(Protocol):
@@ -141,12 +143,13 @@ class _Place:
     """The places that optimizers give a model, in one variable (TensorFlow).
 
     A step is often traced before its optimizers are known, so it reads the
-    lowest number of a vector; one that no optimizer uses is infinite.
+    lowest number of a vector. All but the first are high until an optimizer
+    uses them.
     """
 
     def __init__(self) -> None:
         self.variable = keras.Variable(
-            np.full(_MOST, math.inf, "float32"),
+            np.array([1.0] + [_HIGH] * (_MOST - 1), "float32"),
             trainable=False,
             autocast=False,
             name="place",
@@ -165,8 +168,7 @@ class _Place:
             if not any(map(math.isnan, numbers)):
                 return [min(numbers)] if numbers else []
         with replicas.one_replica([self.variable]):
-            lowest = ops.min(keras_variables.read(self.variable))
-        return [ops.where(lowest < math.inf, lowest, 1.0)]
+            return [ops.min(keras_variables.read(self.variable))]
 
     def put(self, mover: Mover, place: Any) -> None:
         """Puts in the place of an optimizer."""
