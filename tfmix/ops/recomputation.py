@@ -188,7 +188,7 @@ def _unscaled(
 
     # TensorFlow looks for an argument `variables`. mypy does not know this
     # attribute of functions.
-    run.__signature__ = inspect.signature(gradient)  # type: ignore[attr-defined]
+    vars(run)["__signature__"] = inspect.signature(gradient)
     return run
 
 
@@ -255,5 +255,5 @@ def _as_now(
         # A context cannot be entered twice at a time, as second order would.
         return settings.copy().run(as_called, now, args, kwargs)
 
-    run.__signature__ = inspect.signature(gradient)  # type: ignore[attr-defined]
+    vars(run)["__signature__"] = inspect.signature(gradient)
     return run

@@ -135,7 +135,8 @@ def product(axes_of: Axes) -> Callable[[Call], Any]:
         if place is None:
             # A product of several factors.
             return compute.rounded(call, call.dtype)
-        own = call.exact[place].multiply  # type: ignore[union-attr]
+        exact = call.exact[place]
+        own = exact and exact.multiply
         if own is None and not is_asked:
             return call.plain()
         function, inputs, weight = _factors(call, place)
@@ -201,10 +202,7 @@ def convolved(call: Call) -> Any:
     if not tapes.may_be_asked():
         return call.plain()
     function, inputs, weight = _factors(call, place)
-    original = call.op.original
-    bound = inspect.signature(original).bind(*call.args, **call.kwargs)
-    bound.apply_defaults()
-    given = bound.arguments
+    original, given = call.op.original, _by_name(call)
     last = _channels_last(given["data_format"])
     is_transposed = "output_padding" in given
     if not is_transposed and _is_pointwise(original, inputs, weight, last):
@@ -263,6 +261,14 @@ def _pointwise(
     )
 
 
+def _by_name(call: Call) -> dict[str, Any]:
+    """Returns the arguments of a call by their names, defaults included."""
+    signature = inspect.signature(call.op.original)
+    bound = signature.bind(*call.args, **call.kwargs)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
 # Ways of single ops.
 
 
@@ -271,10 +277,7 @@ def separated(call: Call) -> Any:
     call.look()
     if all(exact_values.weight_of(x) is None for x in call.tensors):
         return compute.usual(call)
-    signature = inspect.signature(call.op.original)
-    bound = signature.bind(*call.args, **call.kwargs)
-    bound.apply_defaults()
-    given = dict(bound.arguments)
+    given = _by_name(call)
     pointwise = given.pop("pointwise_kernel")
     kernel = given.pop("depthwise_kernel")
     inner = keras.ops.depthwise_conv(kernel=kernel, **given)
@@ -309,9 +312,8 @@ def looked_up(call: Call) -> Any:
 
 def _takes_often(call: Call) -> bool:
     """Returns whether the gradient of a row is a sum of many."""
-    given = dict(zip(("x", "indices", "axis"), call.args, strict=False))
-    given |= call.kwargs
-    sizes, axis = given["x"].shape, given.get("axis")
+    given = _by_name(call)
+    sizes, axis = given["x"].shape, given["axis"]
     rows = sizes if axis is None else sizes[axis : axis + 1 or None]
     indices = np.shape(given["indices"])
     return compute.is_often(compute.size(rows), compute.size(indices))
