@@ -189,6 +189,7 @@ def rows(value):
     return sparse.BCOO((values, np.array([[3], [3]])), shape=(5, 2))
 
 
+@pytest.mark.every_case("eager steps look at the rows, compiled ones at sums")
 @pytest.mark.parametrize("mode", steps.MODES)
 def test_rows_that_are_not_finite_are_skipped(mode):
     tfmix.set_global_policy("mixed_float16")

@@ -11,7 +11,7 @@ import pytest
 
 import tfmix
 from tests import helpers
-from tfmix._keras import context_values
+from tfmix._keras import context_values, version
 from tfmix.autocast import global_policy as state
 from tfmix.ops import stand_ins
 from tfmix.policy import policy as policies
@@ -297,6 +297,9 @@ def test_a_policy_with_rules_that_keras_is_given_comes_back_as_well():
     ],
 )
 def test_any_policy_object_comes_back_after_a_moment(policy):
+    is_quantized = isinstance(policy, keras.dtype_policies.QuantizedDTypePolicy)
+    if is_quantized and version.numbers(keras.version()) >= (3, 16):
+        pytest.skip("Keras 3.16 refuses a quantized policy for all layers")
     with state.policy_scope(policy):
         for_a_moment()
         assert state.global_policy() is policy

@@ -186,7 +186,11 @@ def blames_data(gradients: Sequence, both: Callable) -> Any:
     Returns:
         Boolean scalar tensor; `False` if there is no gradient.
     """
-    values = [getattr(g, "values", g) for g in gradients if g is not None]
+    values = [
+        g.data if is_sparse_of_jax(g) else getattr(g, "values", g)
+        for g in gradients
+        if g is not None
+    ]
     values = [value for value in values if 0 not in tuple(value.shape)]
     values = [
         value
