@@ -29,9 +29,6 @@ SATURATED_GATE = (
 UNSCALED = (
     "gradients below float16's smallest number, which a loss scale brings back"
 )
-OUT_OF_RANGE = (
-    "its result leaves float16's range there, and its gradient is the result"
-)
 
 # The layers that exceed the bounds under tfmix, by labels of recipes.
 # `docs/what-stays-float32.md` has the same list, and a test compares the two.
@@ -45,22 +42,17 @@ EXCEPTIONS: dict[str, str] = {
     "GRUCell": SATURATED_GATE,
     "LSTMCell": SATURATED_GATE,
     "SimpleRNNCell": SATURATED_GATE,
-    "activations.exponential": OUT_OF_RANGE,
 }
 
 
 def reason(name: str, deviation: layer_deviation.Deviation) -> str | None:
-    """Returns the known reason for a deviation, None if there is none.
+    """Returns the known reason for an inaccuracy, None if there is none.
 
-    A reason for inaccuracy does not excuse NaN or infinity: only a result out
-    of range does. Nothing excuses an error.
+    Nothing excuses NaN, infinity or an error.
     """
-    known = EXCEPTIONS.get(name)
-    if deviation.not_finite:
-        return known if known == OUT_OF_RANGE else None
-    if deviation.error or known == OUT_OF_RANGE:
+    if deviation.not_finite or deviation.error:
         return None
-    return known
+    return EXCEPTIONS.get(name)
 
 
 @dataclasses.dataclass(frozen=True)
