@@ -191,6 +191,8 @@ EXCEPT = {
     ("logspace", "small"): _ONE,
     ("sinc", "small"): _ONE,
 }
+# Differences of rounded correlations, with an eighth of float16's digits.
+COARSE = {("corrcoef", "small"): "the gradient of a logarithm near 1"}
 _SUMMED = "a product sums it with others"
 _LOOP = "its note does not enter the body of a loop"
 # bfloat16 holds these numbers.
@@ -254,12 +256,11 @@ def check(name, policy):
     far = {role: max(errors(name, role, policy), default=0) for role in ROLES}
     within = against_float32.WITHIN[policy]
     wrong = {role: error for role, error in far.items() if error > within}
-    known = EXCEPT
-    if policy == "mixed_float16":
-        known = EXCEPT | BELOW_FLOAT16
+    is_half = policy == "mixed_float16"
+    known = EXCEPT | (BELOW_FLOAT16 if is_half else COARSE)
     excepted = {role for op, role in known if op == name}
     assert wrong.keys() <= excepted, far
-    # What is right under both formats needs no exception.
+    # What is right needs no exception.
     needless = {role for role in excepted if far[role] < 0.03}
     assert not needless, far
 
