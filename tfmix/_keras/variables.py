@@ -439,7 +439,8 @@ def may_be_written(variable: Any) -> bool:
 def can_be_made() -> bool:
     """Returns whether a variable that is made here has a value at once."""
     # In a plain `tf.Graph` it would wait for a session.
-    return bool(tf.executing_eagerly() or tf.inside_function())
+    has_value = bool(tf.executing_eagerly() or tf.inside_function())
+    return has_value and global_state.open_scope() is None
 
 
 def outside_of_tracing(
