@@ -342,6 +342,7 @@ def test_fit_is_counted_and_explained(tmp_path):
     assert "skipped, most likely: " in printed
 
 
+@pytest.mark.costly
 def test_a_loop_is_counted_and_explained(tmp_path):
     source = LOOPS[BACKEND]
     data, done = measured(tmp_path, source, "--policy", "mixed_float16")
@@ -694,6 +695,7 @@ def check_wild(scripts, folder, jit=False):
     assert found["policy"] == "mixed_float16"
 
 
+@pytest.mark.costly
 def test_ten_scripts_of_others_run(tmp_path):
     pytest.importorskip("sklearn", reason="the scripts' data come with it")
     # JAX compiles each operation of a step that is not compiled as a whole.

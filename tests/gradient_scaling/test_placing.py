@@ -169,6 +169,7 @@ def test_gradients_that_grow_train_as_in_float32(make, way, wraps):
     assert abs(loss - exact) < 0.1 * exact + 0.02
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", [WAYS[-1]])
 def test_bad_batches_move_nothing(way):
     tfmix.set_global_policy("mixed_float16")
@@ -279,6 +280,7 @@ class Pair:
         return self.steps.setdefault(index, jax.jit(step))
 
 
+@pytest.mark.costly
 def test_the_optimizer_of_a_discriminator_moves_it_for_its_generator():
     tfmix.set_global_policy("mixed_float16")
     pair, (x, _) = Pair(), data(False)
@@ -292,6 +294,7 @@ def test_the_optimizer_of_a_discriminator_moves_it_for_its_generator():
     assert pair.optimizers[1].loss_scale == 2.0**15
 
 
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("wraps", [True, False])
 def test_replicas_move_a_place_together(wraps):
