@@ -695,7 +695,7 @@ def check_wild(scripts, folder, jit=False):
     assert found["policy"] == "mixed_float16"
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_ten_scripts_of_others_run(tmp_path):
     pytest.importorskip("sklearn", reason="the scripts' data come with it")
     # JAX compiles each operation of a step that is not compiled as a whole.

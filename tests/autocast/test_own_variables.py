@@ -150,6 +150,7 @@ def assert_statistics_are_those_of_float32(policy, make, x, mode):
         np.testing.assert_allclose(actual, expected, **ROUNDED_INPUTS)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", steps.MODES)
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize("name", NAMES)
