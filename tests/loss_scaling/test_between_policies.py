@@ -17,7 +17,7 @@ import pytest
 
 import tfmix
 from tests import helpers
-from tfmix._keras import compile_method
+from tfmix._keras import compile_method, version
 
 WRITERS = (
     "keras float32",
@@ -236,6 +236,10 @@ def test_a_model_file_of_the_old_format_loads_as_in_keras(writer, reader):
         assert model.optimizer is bare(model)
 
 
+@pytest.mark.skipif(
+    version.numbers(keras.__version__) >= (3, 16),
+    reason="Keras 3.16 leaves the optimizer in what later files say",
+)
 @pytest.mark.parametrize("reader", WRITERS[3:])
 @pytest.mark.parametrize("writer", WRITERS[:3])
 def test_a_file_of_another_optimizer_loads_with_a_warning(writer, reader, said):
