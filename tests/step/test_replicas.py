@@ -208,9 +208,11 @@ def test_strategies_that_cannot_skip_together_are_refused():
     strategy = tf.distribute.experimental.CentralStorageStrategy(
         compute_devices=["CPU:0", "CPU:1"], parameter_device="CPU:0"
     )
+    optimizer = Wrapped("sgd", loss_scale=1.0)
     with strategy.scope():
+        with pytest.raises(ValueError, match="CentralStorage"):
+            Wrapped("sgd")
         weight = keras.Variable(np.ones(1, "float32"))
-        optimizer = Wrapped("sgd", loss_scale=1.0)
         with pytest.raises(ValueError, match="CentralStorage"):
             optimizer.apply([weight.value], [weight])
 

@@ -187,6 +187,7 @@ class LossScaleOptimizer(
         inner_optimizer = inner_attributes.checked_to_scale(inner_optimizer)
         if reduce_dtype is not None:
             reduce_dtype = _checked_dtype(reduce_dtype, rule)
+        replicas.check_strategy()
         super().__init__(
             inner_optimizer,
             initial_scale=float(rule.init()[0]),

@@ -30,9 +30,11 @@ _REFUSED = {
 }
 
 
-def check_strategy(strategy: Any) -> None:
-    """Refuses a strategy whose replicas cannot skip a step together."""
-    name = type(strategy).__name__
+def check_strategy(strategy: Any = None) -> None:
+    """Refuses a strategy, else the current one, that cannot skip a step."""
+    if keras.backend.backend() != "tensorflow":
+        return
+    name = type(strategy or tf.distribute.get_strategy()).__name__
     reason = _REFUSED.get(re.sub(r"V\d$", "", name))
     if reason is not None:
         raise ValueError(
@@ -56,7 +58,7 @@ def drop_unsupported(config: dict) -> None:
 
 def check_replica_context() -> None:
     """Refuses a strategy that cannot skip, and steps outside of its `run`."""
-    check_strategy(tf.distribute.get_strategy())
+    check_strategy()
     if tf.distribute.in_cross_replica_context():
         raise ValueError(
             "Gradients must be applied in a replica context. Call "
