@@ -195,11 +195,17 @@ def _air() -> Data:
 
 
 def _air_network(data: Data) -> keras.Model:
+    return _regression(data, 64)
+
+
+def _regression(data: Data, *sizes: int) -> keras.Model:
+    """Returns a network of raw numbers with hidden layers of these sizes."""
     scale = layers.Normalization()
     scale.adapt(data.x)
     model = keras.Sequential(
         [
-            *(keras.Input((26,)), scale, layers.Dense(64, "relu")),
+            *(keras.Input((data.x.shape[1],)), scale),
+            *(layers.Dense(size, "relu") for size in sizes),
             layers.Dense(1, dtype="float32"),
         ]
     )
@@ -243,17 +249,7 @@ def _cars() -> Data:
 
 
 def _cars_network(data: Data) -> keras.Model:
-    scale = layers.Normalization()
-    scale.adapt(data.x)
-    model = keras.Sequential(
-        [
-            *(keras.Input((data.x.shape[1],)), scale),
-            *(layers.Dense(64, "relu"), layers.Dense(64, "relu")),
-            layers.Dense(1, dtype="float32"),
-        ]
-    )
-    model.compile(keras.optimizers.Adam(5e-3), "mse")
-    return model
+    return _regression(data, 64, 64)
 
 
 @functools.cache

@@ -1,5 +1,7 @@
 """Gradients that grow inside a model find their place in every way to train."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -111,14 +113,16 @@ def trained(make, way, wraps, with_bad=False):
     return loss, STEPS - int(ops.convert_to_numpy(inner.iterations))
 
 
-def tape_loop(model, optimizer, way, x, y):
-    def step(x, y):
-        with tf.GradientTape() as tape:
-            loss = ops.mean(ops.square(model(x, training=True) - y))
-        weights = model.trainable_variables
-        gradients = tape.gradient(loss, weights)
-        optimizer.apply_gradients(zip(gradients, weights, strict=True))
+def taped_step(model, optimizer, x, y):
+    with tf.GradientTape() as tape:
+        loss = ops.mean(ops.square(model(x, training=True) - y))
+    weights = model.trainable_variables
+    gradients = tape.gradient(loss, weights)
+    optimizer.apply_gradients(zip(gradients, weights, strict=True))
 
+
+def tape_loop(model, optimizer, way, x, y):
+    step = functools.partial(taped_step, model, optimizer)
     if way != "tape":
         step = tf.function(step, jit_compile="XLA" in way)
     for pair in zip(x, y, strict=True):
@@ -306,13 +310,8 @@ def test_replicas_move_a_place_together(wraps):
         if wraps:
             optimizer = tfmix.LossScaleOptimizer(optimizer)
 
-    def on_replica(x, y):
-        with tf.GradientTape() as tape:
-            loss = ops.mean(ops.square(model(x, training=True) - y))
-        weights = model.trainable_variables
-        gradients = tape.gradient(loss, weights)
-        # The first of these builds the optimizer.
-        optimizer.apply_gradients(zip(gradients, weights, strict=True))
+    # The first step builds the optimizer.
+    on_replica = functools.partial(taped_step, model, optimizer)
 
     @tf.function
     def step(x, y):
