@@ -140,6 +140,7 @@ def strategy_of(optimizer: Optimizer) -> Any:
     return getattr(optimizer, "_distribution_strategy", None)
 
 
+# mypy does not allow a base class that is looked up.
 class Saveable(
     next(  # type: ignore[misc]
         kind
