@@ -212,6 +212,9 @@ class Machine:
         law("b", dtypes_of(source) == dtypes, "the source of a copy changed")
         self._replace(copied)
         self._converted(policy)
+        if variable_dtypes(dtypes_of(copied)) != variable_dtypes(dtypes):
+            # An optimizer's state belongs to variables of one dtype.
+            self.baseline.slots = None
 
     def _global(self, policy):
         tfmix.set_global_policy(policy)
@@ -472,6 +475,10 @@ class Machine:
         if getattr(self, "carries", True) or self.home == "float32":
             return contextlib.nullcontext()
         return tfmix.policy_scope(self.home)
+
+
+def variable_dtypes(dtypes):
+    return {name: dtype for name, (_, dtype) in dtypes.items()}
 
 
 def number_in(variable):
