@@ -122,27 +122,6 @@ def test_without_averages_keras_raises_its_error():
         )
 
 
-@pytest.mark.slow
-@helpers.requires_backend("tensorflow")
-def test_replicas_swap_as_one_device_does_and_trace_it_once(monkeypatch):
-    model, losses = fitted("masters")
-    with helpers.mirrored_strategy().scope():
-        twin, found = fitted(
-            "masters", keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
-        )
-    np.testing.assert_allclose(found, losses, rtol=1e-2)
-    optimizer, traced = twin.optimizer.inner_optimizer, []
-    finalize = type(optimizer.inner_optimizer).finalize_variable_values
-    monkeypatch.setattr(
-        type(optimizer.inner_optimizer),
-        "finalize_variable_values",
-        lambda *args: traced.append(finalize(*args)),
-    )
-    optimizer.finalize_variable_values([])
-    twin.fit(X, Y, verbose=0)
-    assert traced == []
-
-
 @pytest.mark.costly
 def test_weights_loaded_before_the_first_step_get_one_warning_from_each(
     tmp_path, caplog

@@ -243,20 +243,6 @@ def test_a_variable_of_tensorflow_is_stepped_like_one_of_keras(mode, is_built):
         np.testing.assert_allclose(weight.numpy(), START - 0.2, rtol=1e-6)
 
 
-def test_each_of_several_optimizers_skips_by_itself():
-    tfmix.set_global_policy("mixed_float16")
-    first, second = keras.Variable(START), keras.Variable(START)
-    one, two = (
-        stepper(keras.optimizers.SGD(1.0), [weight], "eager")
-        for weight in (first, second)
-    )
-    for bad in (1.0, np.nan, 1.0):
-        one(bad * START)
-        two(START)
-    np.testing.assert_array_equal(first.numpy(), START - 2)
-    np.testing.assert_array_equal(second.numpy(), START - 3)
-
-
 @helpers.requires_backend("tensorflow")
 def test_a_built_optimizer_may_get_only_gradients():
     tfmix.set_global_policy("mixed_float16")

@@ -92,19 +92,6 @@ def test_a_layer_that_mixes_dtypes_computes_in_float32(name, caplog):
     assert "x.dtype" in warning
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("jit", [False, True])
-def test_a_model_with_such_a_layer_trains(name, jit):
-    with tfmix.policy_scope(name):
-        model = functional(layers.Dense(8), Mixes())
-        model.compile("sgd", "mse", jit_compile=jit)
-    before = model.layers[0].get_weights()[0]
-    history = model.fit(X, X[:, :1], epochs=2, verbose=0).history["loss"]
-    assert np.all(np.isfinite(history))
-    assert not np.array_equal(before, model.layers[0].get_weights()[0])
-
-
 @keras.saving.register_keras_serializable("fallback")
 class Outer(layers.Layer):
     """Calls a layer that falls back, and passes on or adds what it returns."""

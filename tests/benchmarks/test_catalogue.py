@@ -65,45 +65,11 @@ def test_a_record_contains_its_command_and_versions():
     assert json.loads(json.dumps(made)) == made
 
 
-def test_a_page_has_the_tables_and_where_they_were_measured():
-    text = page.render([record(date="2026-01-02 03:04 UTC", seconds=5)])
-    assert "| who | ms |\n| --- | --: |\n| bare | 1.50 |" in text
-    assert "A note." in text
-    assert "2026-01-02; `KERAS_BACKEND=jax python -m benchmarks.gpu" in text
-    assert "seed 7" in text
-
-
 def test_the_page_has_a_section_for_each_benchmark():
     text = page.render([])
     for benchmark in catalogue.BENCHMARKS:
         assert f"\n## {benchmark.title}\n" in text
     assert text.count("Not measured yet.") == len(catalogue.BENCHMARKS)
-
-
-def test_a_measured_section_loses_its_placeholder():
-    text = page.render([record("gpu/transformer", "jax")])
-    assert text.count("Not measured yet.") == len(catalogue.BENCHMARKS) - 1
-    assert "| bare | 1.50 |" in text
-
-
-def test_backends_come_in_the_order_of_the_catalogue():
-    text = page.render([record("gpu", "tensorflow"), record("gpu", "jax")])
-    assert text.index("KERAS_BACKEND=jax") < text.index(
-        "KERAS_BACKEND=tensorflow python -m benchmarks.gpu"
-    )
-
-
-def test_a_quote_shows_only_its_columns_and_rows():
-    rows = [
-        {"model": "small", "optimizer": name, "ms": 3.5, "ratio": ratio}
-        for name, ratio in (("bare", 1.0), ("tfmix", 2.5))
-    ]
-    made = record("overhead", "jax", rows)
-    made["tables"][0]["title"] = "JAX"
-    text = page.render([made])
-    assert "| model | optimizer | ratio |" in text
-    assert "| small | tfmix | 2.50 |" in text
-    assert "bare" not in text
 
 
 def test_each_quote_names_rows_of_its_record():
@@ -121,16 +87,6 @@ def test_text_cannot_break_out_of_its_cell():
     rows = [{"what": "a | b\nc <i>"}]
     text = page.render([record(rows=rows)])
     assert r"| a \| b c &lt;i> |" in text
-
-
-def test_a_column_of_numbers_may_begin_with_an_empty_cell():
-    rows = [{"who": "bare", "ms": None}, {"who": "ours", "ms": 1.0}]
-    assert "| --- | --: |\n| bare | – |" in page.render([record(rows=rows)])
-
-
-def test_brackets_after_brackets_do_not_make_a_link():
-    text = page.render([record(rows=[{"weights": "[0.8 0.8] [1 1]"}])])
-    assert r"| [0.8 0.8] \[1 1] |" in text
 
 
 def test_an_empty_table_has_a_note():

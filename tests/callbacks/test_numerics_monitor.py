@@ -175,26 +175,6 @@ def test_gradients_are_judged_at_the_lowest_scale_of_the_rule(lowest):
     assert bool(monitor.events) is (lowest == 1.0)
 
 
-@pytest.mark.slow
-def test_zeros_raise_no_alarm():
-    # Residual networks start with such layers. Their error is 0, and so is
-    # every gradient before them.
-    start = {"gamma_initializer": "zeros", "dtype": "mixed_float16"}
-    layers = [
-        keras.Input((4,)),
-        keras.layers.BatchNormalization(**start),
-        keras.layers.ReLU(dtype="mixed_float16"),
-        keras.layers.Dense(1, dtype="float32"),
-    ]
-    model = keras.Sequential(layers)
-    optimizer = scaling.LossScaleOptimizer(keras.optimizers.Adam())
-    model.compile(optimizer, "mse", jit_compile=JAX)
-    monitor = Monitor()
-    train(model, monitor)
-    assert monitor.events == []
-    assert all(row.measures.not_finite == 0 for row in monitor.rows)
-
-
 class Counting(Monitor):
     steps = ()
 

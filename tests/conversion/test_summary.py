@@ -10,12 +10,6 @@ from tests import helpers
 from tests.conversion import test_convert
 
 
-@keras.saving.register_keras_serializable("tests_summary")
-class Mixes(keras.layers.Layer):
-    def call(self, x):
-        return x + keras.ops.ones_like(x, dtype="float32")[..., :1] * 1e-9
-
-
 def names(model):
     return [row.layer.split("/")[-1] for row in tfmix.summary(model).rows]
 
@@ -65,19 +59,6 @@ def test_an_entry_of_a_map_is_shown_not_the_map():
         model = test_convert.functional()
     found = [row.policy for row in tfmix.summary(model).rows]
     assert found == ["mixed_float16", "float32"]
-
-
-@helpers.requires_backend("tensorflow")  # JAX can mix dtypes.
-def test_a_layer_that_fell_back_is_named_below_with_its_reason():
-    with tfmix.policy_scope("mixed_float16"):
-        inputs = keras.Input((6,))
-        x = Mixes(name="guilty")(keras.layers.Dense(4)(inputs))
-        model = keras.Model(inputs, keras.layers.Dense(2)(x))
-    report = tfmix.summary(model)
-    assert {row.layer: row.compute for row in report.rows}["guilty"] == (
-        "float32"
-    )
-    assert "guilty computes in float32: test_summary.py:" in str(report)
 
 
 def test_an_argument_that_is_not_a_model_is_refused():

@@ -69,10 +69,6 @@ def body(model):
     return model.get_layer("body")
 
 
-def steps_of(optimizer):
-    return int(helpers.to_numpy(optimizer.iterations))
-
-
 def assert_float32(model):
     for layer in model._flatten_layers():
         assert layer.compute_dtype == layer.variable_dtype == "float32"

@@ -16,15 +16,13 @@ WIDTH = 16
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model with one planted fault, the layer, and how it is trained."""
+    """A model with one planted fault, the layer, and its loss."""
 
     model: Any
     x: Any
     y: Any
     loss: Any
     layer: str = "planted"
-    rate: float = 3e-3
-    epsilon: float = 1e-7
 
 
 class Chain(keras.Model):
@@ -374,11 +372,11 @@ KINDS = {
 }
 
 
-def plant(kind, seed, kinds=None):
+def plant(kind, seed):
     """Builds one planted fault in "mixed_float16"."""
     keras.utils.set_random_seed(seed)
     keras.config.set_dtype_policy("mixed_float16")
-    return (kinds or KINDS)[kind](np.random.default_rng(seed))
+    return KINDS[kind](np.random.default_rng(seed))
 
 
 class Loud(keras.layers.Layer):

@@ -146,16 +146,6 @@ def u_network(rng):
     return keras.Model(inputs, outputs), noisy, x, "mse"
 
 
-def regressor(rng):
-    """A regression with targets of about 100, which are not standardised."""
-    x = rng.normal(size=(ROWS, 12)).astype("float32")
-    y = 100.0 + 25.0 * x[:, :1] - 10.0 * x[:, 1:2] ** 2
-    inputs = hidden = keras.Input((12,))
-    for _ in range(3):
-        hidden = layers.Dense(64, "relu", kernel_regularizer="l2")(hidden)
-    return keras.Model(inputs, ending(hidden, 1)), x, y, "mse"
-
-
 def two_outputs(rng):
     """Predicts a class and a number from two inputs."""
     left, right = keras.Input((12,)), keras.Input((6, 8))
@@ -170,29 +160,8 @@ def two_outputs(rng):
     return keras.Model([left, right], outputs), x, y, [CROSS_ENTROPY, "mse"]
 
 
-def separable(rng):
-    """Depthwise convolutions, squeeze-and-excitation and ReLU6."""
-    inputs = keras.Input((16, 16, 3))
-    hidden = layers.Conv2D(8, 3, 2, padding="same")(inputs)
-    for width in (16, 16):
-        wide = layers.Conv2D(32, 1, use_bias=False)(hidden)
-        wide = layers.ReLU(6.0)(layers.BatchNormalization()(wide))
-        wide = layers.DepthwiseConv2D(3, padding="same")(wide)
-        wide = layers.ReLU(6.0)(layers.BatchNormalization()(wide))
-        gate = layers.GlobalAveragePooling2D(keepdims=True)(wide)
-        gate = layers.Conv2D(32, 1, activation="hard_sigmoid")(gate)
-        hidden = layers.Conv2D(width, 1)(wide * gate)
-    hidden = layers.SeparableConv2D(16, 3, activation="gelu")(hidden)
-    hidden = layers.Dropout(0.3)(layers.GlobalAveragePooling2D()(hidden))
-    model = keras.Model(inputs, ending(hidden, 4, "softmax"))
-    return model, *pictures(rng), CROSS_ENTROPY
-
-
 TUNED_ON = (cnn, transformer, lstm, vae)
-OTHERS = (
-    *(residual_network, text_classifier, u_network, regressor),
-    *(two_outputs, separable),
-)
+OTHERS = (*(residual_network, text_classifier, u_network, two_outputs),)
 POLICIES = ("mixed_float16", "mixed_bfloat16")
 
 

@@ -46,6 +46,15 @@ def test_the_planted_layer_is_named_first(kind, seed):
     assert first.advice
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", faults.KINDS)
+def test_the_suggested_policy_has_no_fault(kind):
+    case = faults.plant(kind, 0)
+    report = check.check(case.model, case.x, case.y, loss=case.loss)
+    suggested = report.suggested_policy(progress=False)
+    assert report.again(suggested).healthy
+
+
 def of_a_bad_step(kind, case):
     """Returns data that triggers the fault at a loss scale of 1."""
     y = case.y

@@ -409,28 +409,6 @@ def test_skips_of_replicas_are_reported(said):
     assert said == [ALL_BAD]
 
 
-@pytest.mark.slow
-def test_a_custom_fit_is_watched_as_well(said):
-    class Own(keras.Sequential):
-        def fit(self, x, y, **settings):
-            return super().fit(x, y, **settings)
-
-    class Bare(keras.Sequential):
-        def fit(self, x, y):
-            return super().fit(x, y, batch_size=1, verbose=0)
-
-    data = batches(bad=range(16))
-    with global_policy.policy_scope("mixed_float16"):
-        models = [Own(layers()), Bare(layers())]
-    for each in models:
-        each.compile(scaling.LossScaleOptimizer("sgd", 4.0), "mse")
-    models[0].fit(**data)
-    assert said == [ALL_BAD]
-    models[1].fit(data["x"], data["y"])
-    with pytest.raises(TypeError, match="unexpected keyword"):
-        models[1].fit(**data)
-
-
 def test_a_monitor_reports_skips_instead(said):
     monitor = loss_scale_monitor.LossScaleMonitor(alarm_after=2)
     # The run has so few skips that the monitor does not stop it.

@@ -288,36 +288,6 @@ def test_rematerialized_attention_computes_the_same(rules):
         assert np.abs(one - other).mean() < 2e-3
 
 
-@pytest.mark.slow
-@helpers.requires_backend("tensorflow")
-def test_replicas_stay_equal():
-    strategy = helpers.mirrored_strategy()
-    with strategy.scope():
-        model = classifier()
-        model.compile("adam", "mse", jit_compile=False)
-    x, _ = digits()
-    model.fit(x[:128], np.ones((128, 10)), batch_size=64, verbose=0)
-    for variable in model.trainable_variables:
-        one, other = (each.numpy() for each in variable.value.values)
-        np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.slow
-@helpers.requires_backend("jax")
-def test_eight_devices_train_like_one():
-    losses = []
-    for devices in (1, 8):
-        mesh = keras.distribution.list_devices()[:devices]
-        data_parallel = keras.distribution.DataParallel(devices=mesh)
-        keras.distribution.set_distribution(data_parallel)
-        try:
-            losses.append(fitted(policy(), epochs=2)[1])
-        finally:
-            keras.distribution.set_distribution(None)
-    # Each device uses the largest number of all rows, not of its own.
-    assert losses[1] == pytest.approx(losses[0], rel=0.01)
-
-
 # Keras warns about the layer that is never called.
 @pytest.mark.filterwarnings("ignore:`build:UserWarning")
 def test_a_subclassed_model_chooses_among_the_layers_it_calls():

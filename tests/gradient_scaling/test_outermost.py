@@ -1,6 +1,7 @@
 """The dtype of a model's results depends on how it is called."""
 
 import collections
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -128,12 +129,18 @@ class Row(list):
     pass
 
 
+class Both(NamedTuple):
+    left: Any
+    right: Any
+
+
 CONTAINERS = {
     "attributes": lambda x: Record(y=x),
     "ordered": lambda x: collections.OrderedDict(y=x),
     "default": lambda x: collections.defaultdict(list, y=x),
     "list": lambda x: Row([x]),
     "nested": lambda x: {"a": (Record(y=x), [x, ops.ones((1,), "int32")])},
+    "named": lambda x: Both(x, {"nothing": None}),
 }
 
 
@@ -165,6 +172,8 @@ def described(nest):
         return type(nest), {key: described(nest[key]) for key in nest}
     if isinstance(nest, list | tuple):
         return type(nest), [described(each) for each in nest]
+    if nest is None:
+        return None
     return helpers.dtype_of(nest)
 
 

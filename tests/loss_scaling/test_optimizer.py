@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 
 from tests import helpers, steps
-from tfmix._keras import context_values
 from tfmix.autocast import global_policy
 from tfmix.loss_scaling import errors, rules
 from tfmix.loss_scaling import optimizer as optimizers
-from tfmix.step import finite
 
 # These tests scale the gradients for `apply` themselves.
 pytestmark = pytest.mark.filterwarnings(
@@ -337,25 +335,3 @@ def test_a_layer_made_trainable_after_compile_says_what_to_do(policy, eager):
     message = "4 values for 2 variables.*call `model.compile` again"
     with pytest.raises(ValueError, match=message):
         model.fit(**data)
-
-
-def test_a_step_computes_without_the_rules_of_its_model(monkeypatch):
-    global_policy.set_global_policy("mixed_float16")
-    assert context_values.active_rules()
-    seen = {}
-
-    def watch(owner, name):
-        original = getattr(owner, name)
-
-        def noted(*args):
-            seen[name] = context_values.active_rules()
-            return original(*args)
-
-        monkeypatch.setattr(owner, name, noted)
-
-    watch(rules.DynamicLossScale, "update")
-    watch(finite, "is_float")
-    weight = keras.Variable([1.0])
-    Wrapped(keras.optimizers.SGD()).apply([np.ones(1, "float32")], [weight])
-    assert bool(finite.all_finite([weight.value]))
-    assert seen == {"update": frozenset(), "is_float": frozenset()}

@@ -127,17 +127,6 @@ def test_a_state_that_lacks_a_newer_counter_still_loads():
     assert set(target.overflow_counts.values()) == {0}
 
 
-@helpers.requires_backend("tensorflow")
-def test_a_tensorflow_checkpoint_restores_every_variable(tmp_path):
-    import tensorflow as tf
-
-    source = trained()
-    path = tf.train.Checkpoint(optimizer=source).save(tmp_path / "ours")
-    target = fresh(source)
-    tf.train.Checkpoint(optimizer=target).restore(path).assert_consumed()
-    assert_equal_state(target, source)
-
-
 @pytest.mark.costly
 @pytest.mark.parametrize("frozen_first", [False, True])
 @pytest.mark.parametrize("name", ["mixed_float16", "bfloat16"])

@@ -332,39 +332,3 @@ def test_gradients_travel_in_the_dtype_of_the_variables(monkeypatch):
     step()
     assert set(seen) == {"bfloat16"}
     assert array(optimizer.read_float32(weight)).tolist() == [0.5, 0.5]
-
-
-@pytest.mark.costly
-@TENSORFLOW
-@pytest.mark.parametrize("way", ["masters", "flat", "stochastic"])
-def test_a_nan_on_one_replica_is_skipped_on_all(way):
-    import tensorflow as tf
-
-    strategy = helpers.mirrored_strategy()
-    with strategy.scope():
-        stored, inner = ones("w", 4), WAYS[way](keras.optimizers.Adam(0.1))
-        optimizer = tfmix.LossScaleOptimizer(inner, 4.0)
-        optimizer.build(stored)
-    helpers.takes_scaled_gradients(optimizer)
-
-    def on_replica(bad):
-        context = tf.distribute.get_replica_context()
-        here = tf.equal(context.replica_id_in_sync_group, 1)
-        nan = tf.where(tf.logical_and(here, bad), np.nan, 1.0)
-        optimizer.apply([tf.fill([4], tf.cast(nan, "bfloat16"))], stored)
-
-    step = tf.function(lambda bad: strategy.run(on_replica, args=(bad,)))
-
-    def copies():
-        values = [v.value for v in stored + inner.variables]
-        return [
-            bits_of([copy])
-            for value in values
-            for copy in strategy.experimental_local_results(value)
-        ]
-
-    step(tf.constant(False))
-    before = copies()
-    step(tf.constant(True))
-    assert copies() == before
-    assert optimizer.skipped_steps == 1

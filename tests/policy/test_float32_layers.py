@@ -3,7 +3,6 @@
 import sys
 
 import keras
-import numpy as np
 import pytest
 
 import tfmix
@@ -103,22 +102,3 @@ def test_max_pooling_of_volumes_is_float32_without_a_kernel(kind, monkeypatch):
         assert keras.layers.MaxPooling2D().compute_dtype == "float16"
     with tfmix.policy_scope("mixed_bfloat16"):
         assert keras.layers.MaxPooling3D().compute_dtype == "bfloat16"
-
-
-@pytest.mark.costly
-@helpers.requires_backend("tensorflow")
-def test_max_pooling_of_volumes_trains_on_a_cpu():
-    with tfmix.policy_scope("mixed_float16"):
-        model = keras.Sequential(
-            [
-                keras.Input((4, 4, 4, 2)),
-                keras.layers.Dense(2),
-                keras.layers.MaxPooling3D(),
-                keras.layers.Flatten(),
-                keras.layers.Dense(1),
-            ]
-        )
-    model.compile("sgd", "mse", jit_compile=False)
-    x, y = np.ones((2, 4, 4, 4, 2), "float32"), np.ones((2, 1), "float32")
-    history = model.fit(x, y, epochs=2, verbose=0).history["loss"]
-    assert np.isfinite(history).all()

@@ -225,49 +225,6 @@ def test_a_model_that_cannot_skip_is_refused_with_what_to_write():
         fit(late, data())
 
 
-class Student(keras.Model):
-    """Moves a frozen teacher in its training step."""
-
-    def __init__(self):
-        super().__init__()
-        self.backbone = layers.Dense(4, trainable=False)
-        self.head = layers.Dense(1)
-        self.teacher = layers.Dense(1, trainable=False)
-
-    def call(self, x):
-        x = self.backbone(x)
-        return self.head(x) + 0.0 * self.teacher(x)
-
-    def train_step(self, data):
-        logs = super().train_step(data)
-        self.teacher.bias.assign(self.teacher.bias + 1.0)
-        return logs
-
-
-@pytest.mark.costly
-@helpers.requires_backend("tensorflow")
-@pytest.mark.parametrize("mode", ["graph", "xla"])
-def test_frozen_weights_are_left_alone_and_a_teacher_is_restored(
-    mode, monkeypatch
-):
-    from tfmix._keras import variables as keras_variables
-
-    asked = {}
-    may_be_written = keras_variables.may_be_written
-
-    def spying(variable):
-        asked[id(variable)] = may_be_written(variable)
-        return asked[id(variable)]
-
-    monkeypatch.setattr(keras_variables, "may_be_written", spying)
-    model = guards.guard(compiled(Student(), mode))
-    fit(model, data(bad=[1]))
-    frozen = [id(variable.value) for variable in model.backbone.variables]
-    assert [asked[one] for one in frozen] == [False, False]
-    # Four steps, of which one was skipped.
-    assert float(model.teacher.bias[0]) == 3.0
-
-
 @pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @EACH_MODE

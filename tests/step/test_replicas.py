@@ -5,13 +5,12 @@ and the start of a run on replicas.
 """
 
 import contextlib
-import json
 
 import keras
 import numpy as np
 import pytest
 
-from tests import helpers, processes
+from tests import helpers
 from tfmix.loss_scaling import optimizer as optimizers
 from tfmix.loss_scaling import rules
 
@@ -399,27 +398,6 @@ def test_dense_and_sparse_gradients_are_summed_in_16_bit(dtype):
     ):
         helpers.assert_close(narrow, whole, dtype)
         assert not np.array_equal(narrow, whole)
-
-
-def in_a_process_of_its_own(*words):
-    """Trains on digits; two numbers of replicas cannot share a process."""
-    module = "tests.step.replicas_worker"
-    done = processes.python("-m", module, *words, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", ["2", "4"])
-def test_training_with_sums_in_16_bit_ends_as_in_float32(count):
-    whole = in_a_process_of_its_own(count, "None")
-    assert whole["skipped"] == 0
-    for dtype, skipped in (("float16", 1), ("bfloat16", 0)):
-        half = in_a_process_of_its_own(count, dtype)
-        # Only the sum overflows, in float16.
-        assert half["skipped"] == skipped
-        assert half["agree"]
-        # One step of 72 is missing.
-        assert abs(half["loss"] / whole["loss"] - 1) < 0.01 + 0.03 * skipped
 
 
 def test_the_dtype_of_the_sum_is_part_of_the_configuration():
