@@ -39,7 +39,7 @@ TENSORFLOW_ONLY = set(
     _maybe_symbolic_build _all_reduce_sum_gradients _deferred_dependencies
     _distribution_strategy _export_to_saved_model_graph
     _get_control_flow_context _lookup_dependency _restore_from_tensors
-    _run_functions_eagerly _serialize_to_tensors _trackable_children
+    _run_functions_eagerly _serialize_to_tensors _tape _trackable_children
     _unconditional_dependency_names _unique_id _write_object_proto Function
     capture could_possibly_record pack_tangents should_record_backprop
     xla_optimization_barrier xla_variadic_reduce_v2
@@ -183,6 +183,9 @@ FUNCTIONS = {
         "backward_function",
     },
     "tensorflow.python.eager.forwardprop_util": {"pack_tangents": "tensors"},
+    "tensorflow.python.eager.imperative_grad": {
+        "imperative_grad": "tape target sources output_gradients",
+    },
     TRACKABLE: {"_lookup_dependency": "self name cached_dependencies"},
 }
 
@@ -282,6 +285,13 @@ def masked():
     return keras.layers.Masking()(keras.Input((3, 4)))
 
 
+def tape():
+    import tensorflow as tf
+
+    with tf.GradientTape() as recorded:
+        return recorded
+
+
 def operation():
     import tensorflow as tf
 
@@ -342,6 +352,7 @@ ATTRIBUTES = [
     ("a callback", of_a_model, {keras.Model: "_model"}),
     ("a softmax", softmax, {object: "_keras_logits"}),
     ("a tensor", masked, {object: "_keras_mask"}),
+    ("a tape", tape, {object: "_tape"}),
     (
         "a model",
         compiled,

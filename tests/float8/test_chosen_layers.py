@@ -177,8 +177,8 @@ def test_an_einsum_that_is_one_product_keeps_its_axes(equation, inputs, kernel):
 
 @pytest.mark.parametrize("equation", ["ab,ab->ab", "ab,cb->a", "aab,bc->ac"])
 def test_an_einsum_that_is_not_a_matrix_product_is_left_out(equation):
-    letters = equation.split("->")[0].split(",")
-    axes = contraction.of_einsum(equation, list(map(len, letters)), weight_at=1)
+    ranks = tuple(map(len, equation.split("->")[0].split(",")))
+    axes = contraction.of_einsum(equation, ranks, weight_at=1)
     assert axes is None or axes.batch
 
 

@@ -37,9 +37,10 @@ def kept_apart(tensor: Any) -> Any:
 
 def bitcast(tensor: Any, dtype: str) -> Any:
     """Reads the same bits as another dtype of the same size."""
-    tensor = keras.ops.convert_to_tensor(tensor)
     if keras.backend.backend() == "tensorflow":
-        return tf.bitcast(tensor, dtype)
+        tensor = tf.convert_to_tensor(tensor)
+        return tf.raw_ops.Bitcast(input=tensor, type=tf.as_dtype(dtype))
+    tensor = keras.ops.convert_to_tensor(tensor)
     return jax.lax.bitcast_convert_type(tensor, dtype)
 
 
@@ -49,8 +50,9 @@ def cast(tensor: Any, dtype: str) -> Any:
         return jax.numpy.asarray(tensor, dtype)
     if isinstance(tensor, tf.Tensor):
         # `tf.cast` takes twice as long in eager mode.
-        is_same = tensor.dtype == dtype
-        return tensor if is_same else tf.raw_ops.Cast(x=tensor, DstT=dtype)
+        wanted = tf.as_dtype(dtype)
+        is_same = tensor.dtype == wanted
+        return tensor if is_same else tf.raw_ops.Cast(x=tensor, DstT=wanted)
     return _tensorflow_cast(tensor, dtype)
 
 

@@ -19,7 +19,11 @@ TAPE: tuple[replacing.Place, ...] = ()
 TRACE: tuple[replacing.Place, ...] = ()
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
-    from tensorflow.python.eager import forwardprop_util, record
+    from tensorflow.python.eager import (
+        forwardprop_util,
+        imperative_grad,
+        record,
+    )
     from tensorflow.python.eager.polymorphic_function import function_context
     from tensorflow.python.framework import ops as framework_ops
     from tensorflow.python.ops import (
@@ -233,6 +237,26 @@ def handles(variables: Sequence) -> list:
         return own
     graph = tf.compat.v1.get_default_graph()
     return [graph.capture(handle) for handle in own]
+
+
+def of_tape(
+    tape: Any, results: Sequence, sources: Sequence, by: Sequence
+) -> list:
+    """Returns gradients of eager results, as `tape.gradient` does.
+
+    That takes nests of variables and composite tensors, which it looks through
+    for as long as a small model's gradient takes.
+
+    Args:
+        tape: A tape that recorded the results.
+        results: Tensors.
+        sources: The tensors, and handles of variables, that get gradients.
+        by: The gradients of the results, a tensor for each.
+    """
+    gradients: list = imperative_grad.imperative_grad(
+        tape._tape, list(results), list(sources), output_gradients=list(by)
+    )
+    return gradients
 
 
 def of_graph(

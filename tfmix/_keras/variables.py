@@ -479,15 +479,13 @@ def autocast(dtype: str | None) -> Any:
     return backend_variables.AutocastScope(dtype)
 
 
-def casts_to_16_bit(variable: keras.Variable) -> bool:
-    """Returns whether a read casts a float32 variable for a 16-bit layer."""
+def narrow_dtype(variable: keras.Variable) -> str | None:
+    """Returns the dtype to which a read casts a float32 variable, if 16-bit."""
     scope = backend_variables.get_autocast_scope()
-    return (
-        scope is not None
-        and scope.dtype in _formats.SIXTEEN_BIT
-        and bool(variable._autocast)
-        and variable._dtype == "float32"
-    )
+    if scope is None or scope.dtype not in _formats.SIXTEEN_BIT:
+        return None
+    is_cast = variable._autocast and variable._dtype == "float32"
+    return scope.dtype if is_cast else None
 
 
 def reading(original: Callable, copied: Callable) -> Callable:
@@ -495,13 +493,16 @@ def reading(original: Callable, copied: Callable) -> Callable:
 
     Args:
         original: Keras's function of `AUTOCAST`.
-        copied: Takes a variable and its value; returns the 16-bit copy.
+        copied: Takes a variable, its value and the 16-bit dtype; returns the
+            copy.
     """
 
     @functools.wraps(original)
     def maybe_cast(self: Any, value: Any) -> Any:
-        read = copied if casts_to_16_bit(self) else original
-        return read(self, value)
+        dtype = narrow_dtype(self)
+        if dtype is None:
+            return original(self, value)
+        return copied(self, value, dtype)
 
     return maybe_cast
 

@@ -26,11 +26,15 @@ if _TENSORFLOW:
     import tensorflow as tf
 
     from tfmix.gradient_scaling import tensorflow_border
+
+    _ARRAYS: Any = tf.Tensor
 else:
     import jax
     import numpy as np
 
     from tfmix.gradient_scaling import jax_border
+
+    _ARRAYS = jax.Array, jax.core.Tracer, np.ndarray
 
 # Models that scale their gradients inside.
 _scaling: weakref.WeakSet[keras.Model] = weakref.WeakSet()
@@ -377,7 +381,8 @@ def _attributes(
         for key in keys:
             place, value = (id(container), key), container[key]
             is_nest = isinstance(value, list | tuple | dict)
-            if place in held or not (is_nest or _is_array(value)):
+            kind: Any = type(value)
+            if place in held or not (is_nest or _is_array_type(kind)):
                 continue
             held[place] = (container, value)
             is_new = before is not None and _at(before, place) is not value
@@ -513,16 +518,14 @@ def _is_argument(array: Any) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    if _TENSORFLOW:
-        kind: Any = type(value)
-        return _is_tensors(kind)
-    return isinstance(value, jax.Array | np.ndarray)
+    kind: Any = type(value)
+    return _is_array_type(kind)
 
 
 @functools.cache
-def _is_tensors(kind: Any) -> bool:
+def _is_array_type(kind: Any) -> bool:
     # Each attribute of a layer is asked, and TensorFlow's check takes long.
-    return issubclass(kind, tf.Tensor)
+    return issubclass(kind, _ARRAYS)
 
 
 def _is_float(array: Any) -> bool:

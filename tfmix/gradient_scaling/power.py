@@ -1,12 +1,24 @@
 """The power of two that scales gradients inside a model."""
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from keras import ops
+import keras
 
 from tfmix._keras import kernels
+
+# These are quick in eager mode.
+ops: Any
+if keras.backend.backend() == "tensorflow":
+    from tfmix._keras import raw_ops
+
+    ops = raw_ops
+else:
+    from jax import numpy as jnp
+
+    ops = jnp
 
 # Float32 holds this power of two and its reciprocal as normal numbers.
 _HIGHEST = 100
@@ -50,21 +62,22 @@ def of(gradients: Sequence, losses: Sequence, factor: Any) -> Power:
         >>> float(of([ops.array([0.0, -3e-6])], [], 1.0).up) * 3e-6
         1.572864
     """
-    sizes = [ops.cast(ops.abs(x), "float32") for x in (*gradients, *losses)]
+    sizes = [kernels.cast(ops.abs(x), "float32") for x in (*gradients, *losses)]
     total = functools.reduce(ops.add, map(ops.sum, sizes))
     # There may be no rows.
-    largest = [ops.max(size, initial=0) for size in sizes[: len(gradients)]]
-    reaches = functools.reduce(ops.maximum, largest or [ops.zeros(())])
-    reaches = ops.maximum(reaches, total / _LARGEST_SUM)
+    largest = [ops.max(size, initial=0.0) for size in sizes[: len(gradients)]]
+    least = ops.multiply(total, 1 / _LARGEST_SUM)
+    reaches = functools.reduce(ops.maximum, [*largest, least])
     word = kernels.bitcast(reaches, "int32")
-    exponent = _BIAS - ops.right_shift(word, _MANTISSA)
+    exponent = ops.subtract(_BIAS, ops.right_shift(word, _MANTISSA))
     # XLA's maximum on a CPU may lose a NaN, but a sum keeps it.
     is_finite = ops.isfinite(total)
-    usable = ops.logical_and(reaches > 0, is_finite)
+    usable = ops.logical_and(ops.greater(reaches, 0.0), is_finite)
     exponent = ops.where(usable, exponent, 0)
     exponent = ops.clip(exponent, -_HIGHEST, _HIGHEST)
-    power = ops.left_shift(exponent + _BIAS, _MANTISSA)
-    up = kernels.bitcast(power, "float32") * factor
+    power = ops.left_shift(ops.add(exponent, _BIAS), _MANTISSA)
+    up = ops.multiply(kernels.bitcast(power, "float32"), factor)
     # The division comes last: XLA computes it once, but repeats a selection in
     # each kernel.
-    return Power(up, 1.0 / ops.where(is_finite, up, float("nan")))
+    lasting = ops.where(is_finite, up, math.nan)
+    return Power(up, ops.divide(1.0, lasting))

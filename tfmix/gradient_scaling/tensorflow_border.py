@@ -352,9 +352,8 @@ class _Border:
         tensors: Sequence,
         scaled: Sequence,
     ) -> list:
-        sources = [*tensors, *self._variables]
-        asked: list = tape.gradient([*results[0], *results[1]], sources, scaled)
-        return asked
+        sources = [*tensors, *self._handles]
+        return tapes.of_tape(tape, [*results[0], *results[1]], sources, scaled)
 
     def _pull(self, by: power.Power, kept: Sequence, *given: Any) -> Results:
         """Computes the inner gradients again, as results of a border."""
@@ -393,7 +392,7 @@ def _all_unscaled(down: Any, values: list, says_why: Sequence) -> list:
             leave as they were computed.
     """
     # Infinity, unless `down` is NaN.
-    lost = down + math.inf
+    lost = tf.raw_ops.AddV2(x=down, y=math.inf)
     small = [
         n
         for n, (value, says) in enumerate(zip(values, says_why, strict=True))

@@ -1,6 +1,7 @@
 """A product of a tensor and a weight, with a letter for each axis."""
 
 import dataclasses
+import functools
 import string
 from collections.abc import Sequence
 
@@ -21,41 +22,41 @@ class Contraction:
     weight: str
     outputs: str
 
-    @property
+    @functools.cached_property
     def batch(self) -> str:
         """The letters that both factors and the result have."""
         return "".join(x for x in self._shared if x in self.outputs)
 
-    @property
+    @functools.cached_property
     def summed(self) -> str:
         """The letters that both factors have, but not the result."""
         return "".join(x for x in self._shared if x not in self.outputs)
 
-    @property
+    @functools.cached_property
     def free(self) -> str:
         """The letters that only the tensor and the result have."""
         return "".join(x for x in self.inputs if x not in self.weight)
 
-    @property
+    @functools.cached_property
     def new(self) -> str:
         """The letters that only the weight and the result have."""
         return "".join(x for x in self.weight if x not in self.inputs)
 
-    @property
+    @functools.cached_property
     def of_inputs(self) -> "Contraction":
         """The product of upstream and weight: the gradient of the tensor."""
         return Contraction(self.outputs, self.weight, self.inputs)
 
-    @property
+    @functools.cached_property
     def of_weight(self) -> "Contraction":
         """The product of tensor and upstream: the gradient of the weight."""
         return Contraction(self.inputs, self.outputs, self.weight)
 
-    @property
+    @functools.cached_property
     def _shared(self) -> str:
         return "".join(x for x in self.inputs if x in self.weight)
 
-    @property
+    @functools.cached_property
     def is_product(self) -> bool:
         """Returns whether it is a product of matrices, or a batch of them."""
         kept = self.batch + self.free + self.new
@@ -67,7 +68,10 @@ class Contraction:
         )
 
 
-def of_matmul(ranks: Sequence[int], weight_at: int) -> Contraction | None:
+# A layer multiplies by the same axes in each call, so what follows from them
+# is found once.
+@functools.cache
+def of_matmul(ranks: tuple[int, int], weight_at: int) -> Contraction | None:
     """Returns the axes that `matmul` sums; `None` if ranks make it broadcast.
 
     Args:
@@ -130,8 +134,9 @@ def of_tensordot(
     )
 
 
+@functools.cache
 def of_einsum(
-    equation: str, ranks: Sequence[int], weight_at: int
+    equation: str, ranks: tuple[int, int], weight_at: int
 ) -> Contraction | None:
     """Returns the axes that an einsum of two factors sums.
 

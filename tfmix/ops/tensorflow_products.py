@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfmix._keras import (
@@ -170,7 +171,8 @@ def _of_term(upstream: Any, term: Any, sign: int) -> Any:
     sizes = zip(repeated, whole, strict=True)
     axes = [n for n, (size, all_) in enumerate(sizes) if size != all_]
     if axes:
-        upstream = tf.raw_ops.Sum(input=upstream, axis=axes, keep_dims=False)
+        # An array is an operand at once; a list is converted first.
+        upstream = tf.raw_ops.Sum(input=upstream, axis=np.array(axes, "int32"))
     if upstream.shape.as_list() != own:
         upstream = tf.reshape(upstream, own)
     return -upstream if sign < 0 else upstream

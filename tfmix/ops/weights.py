@@ -48,7 +48,7 @@ _CHOSEN = "_tfmix_chosen_product"
 # product in the dtype of the tensor, or `None` if it does not support that.
 Multiply = Callable[[Any, Any, contraction.Contraction], Any]
 # Takes the ranks of both factors, the weight's index and the call.
-Axes = Callable[[list[int], int, Call], contraction.Contraction | None]
+Axes = Callable[[tuple[int, int], int, Call], contraction.Contraction | None]
 
 
 def choose(variable: keras.Variable, multiply: Multiply | None) -> None:
@@ -62,13 +62,13 @@ def choose(variable: keras.Variable, multiply: Multiply | None) -> None:
 def autocast(original: Callable) -> Callable:
     """Returns the function that casts variables for 16-bit layers."""
 
-    def copied(variable: Any, value: Any) -> Any:
+    def copied(variable: Any, value: Any, dtype: str) -> Any:
         # Copies of symbols get no notes, so that ops leave them to Keras.
         if not context_values.active_rules() or global_state.on_shapes_only():
             return original(variable, value)
         # The variable is read once, as the tensor that is then copied.
         weight = keras_variables.read(value)
-        copy = original(variable, weight)
+        copy = tensors.cast(weight, dtype)
         multiply = getattr(variable, _CHOSEN, None)
         return exact_values.weight_copy(weight, copy, multiply)
 
@@ -156,26 +156,27 @@ def product(axes_of: Axes) -> Callable[[Call], Any]:
     return multiply
 
 
-def _ranks(inputs: Any, weight: Any, place: int) -> list[int]:
-    ranks = [len(inputs.shape), len(weight.shape)]
+def _ranks(inputs: Any, weight: Any, place: int) -> tuple[int, int]:
+    ranks = len(inputs.shape), len(weight.shape)
     return ranks if place else ranks[::-1]
 
 
-def of_matmul(ranks: list[int], place: int, call: Call) -> Any:
+def of_matmul(ranks: tuple[int, int], place: int, call: Call) -> Any:
     """Returns the axes of `matmul`; `None` if it repeats stacks of matrices."""
-    first, second = (tuple(x.shape) for x in call.tensors)
-    if min(ranks) > 2 and first[:-2] != second[:-2]:
-        return None
+    if min(ranks) > 2:
+        first, second = (tuple(x.shape) for x in call.tensors)
+        if first[:-2] != second[:-2]:
+            return None
     return contraction.of_matmul(ranks, place)
 
 
-def of_dot(ranks: list[int], place: int, call: Call) -> Any:
+def of_dot(ranks: tuple[int, int], place: int, call: Call) -> Any:
     """Returns the axes of `dot`."""
     del call
     return contraction.of_dot(ranks, place)
 
 
-def of_inner(ranks: list[int], place: int, call: Call) -> Any:
+def of_inner(ranks: tuple[int, int], place: int, call: Call) -> Any:
     """Returns the axes of `inner`, which sums the last of both factors."""
     del call
     if 0 in ranks:
@@ -183,13 +184,13 @@ def of_inner(ranks: list[int], place: int, call: Call) -> Any:
     return contraction.of_tensordot(ranks, (-1, -1), place)
 
 
-def of_tensordot(ranks: list[int], place: int, call: Call) -> Any:
+def of_tensordot(ranks: tuple[int, int], place: int, call: Call) -> Any:
     """Returns the axes of `tensordot`."""
     axes = call.kwargs.get("axes", call.args[2] if len(call.args) > 2 else 2)
     return contraction.of_tensordot(ranks, axes, place)
 
 
-def of_einsum(ranks: list[int], place: int, call: Call) -> Any:
+def of_einsum(ranks: tuple[int, int], place: int, call: Call) -> Any:
     """Returns the axes of an `einsum`."""
     return contraction.of_einsum(call.args[0], ranks, place)
 
@@ -287,12 +288,11 @@ def separated(call: Call) -> Any:
 def looked_up(call: Call) -> Any:
     """Takes rows of a weight; TensorFlow reads only those."""
     table = call.args[0]
-    if isinstance(table, keras.Variable) and keras_variables.casts_to_16_bit(
-        table
-    ):
+    is_variable = isinstance(table, keras.Variable)
+    dtype = keras_variables.narrow_dtype(table) if is_variable else None
+    if dtype is not None:
         if global_state.on_shapes_only():
             return call.as_it_came()
-        dtype = table.dtype
         with keras_variables.autocast(None):
             rows = call.as_it_came()
     else:

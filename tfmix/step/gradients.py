@@ -1,7 +1,6 @@
 """What happens to a gradient, dense or sparse, before a step takes it."""
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -163,14 +162,15 @@ def become_infinite(gradients: Sequence) -> list[bool]:
     """
     if tracing.by_xla():
         return [True] * len(gradients)
-    small = [None in tuple(x.shape) or is_small(x) for x in gradients]
+    sizes = [x.shape.num_elements() for x in gradients]
+    small = [size is None or size <= _SMALL for size in sizes]
     return small if any(small) else [True] * len(gradients)
 
 
 def is_small(gradient: Any) -> bool:
     """Returns whether a gradient is known to hold few numbers."""
-    shape = tuple(gradient.shape)
-    return None not in shape and math.prod(shape) <= _SMALL
+    size = gradient.shape.num_elements()
+    return size is not None and size <= _SMALL
 
 
 def blames_data(gradients: Sequence, both: Callable) -> Any:
