@@ -50,7 +50,7 @@ def compare(
     actual: dict[str, np.ndarray], reference: dict[str, np.ndarray], fmt: str
 ) -> Deviation:
     """Compares the tensors of two runs by name, group by group."""
-    limits = _formats.limits(fmt)
+    limits = _formats.LIMITS[fmt]
     inside = {k: np.abs(b) <= limits.max for k, b in reference.items()}
     sizes: dict[str, float] = {}
     for name, expected in reference.items():

@@ -111,7 +111,7 @@ class Runs:
 def _moved(arrays: Any, fmt: str, seed: int) -> Any:
     """Changes each number by the largest rounding of the format."""
     rng = np.random.default_rng(seed)
-    half = _formats.limits(fmt).epsilon / 2
+    half = _formats.LIMITS[fmt].epsilon / 2
 
     def move(array: np.ndarray) -> np.ndarray:
         if array.dtype.kind != "f":

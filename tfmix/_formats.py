@@ -22,15 +22,6 @@ FLOAT32 = Format(
     "float32", (2.0 - 2.0**-23) * 2.0**127, 2.0**-126, 2.0**-149, 2.0**-23
 )
 
-FORMATS = {fmt.name: fmt for fmt in (FLOAT16, BFLOAT16, FLOAT32)}
+# The limits of each format, by its dtype name.
+LIMITS = {fmt.name: fmt for fmt in (FLOAT16, BFLOAT16, FLOAT32)}
 SIXTEEN_BIT = (FLOAT16.name, BFLOAT16.name)
-
-
-def limits(name: str) -> Format:
-    """Returns the limits of a float format by its dtype name."""
-    if name not in FORMATS:
-        raise ValueError(
-            f"The format must be one of {sorted(FORMATS)}. "
-            f"Received: name={name!r}."
-        )
-    return FORMATS[name]

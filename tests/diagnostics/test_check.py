@@ -183,7 +183,7 @@ def test_values_that_mark_masked_steps_do_not_move(dtype):
     """Otherwise `x != -1` would be true everywhere, which is an error."""
     marks = ops.convert_to_tensor([-1.0, 0.0, 0.5, -99.0], dtype)
     layer = keras.layers.Masking(-1.0)
-    limits = _formats.limits(dtype)
+    limits = _formats.LIMITS[dtype]
     found = sampler.unrounded(marks, layer, limits)
     assert np.array_equal(found, [-1.0, 0.0, 0.5, -99.0])
     values = np.random.default_rng(0).normal(size=1000)

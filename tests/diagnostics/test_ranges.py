@@ -15,7 +15,7 @@ FLOAT16 = _formats.FLOAT16
 
 
 def measured(values, fmt="float16"):
-    limits = _formats.limits(fmt)
+    limits = _formats.LIMITS[fmt]
     row = ops.convert_to_numpy(ranges.vector(values, limits))
     return ranges.from_vector(row, limits)
 

@@ -44,9 +44,8 @@ def make_float32() -> None:
         setattr(tracker, POLICY_KEY, keras.DTypePolicy("float32"))
 
 
-def on_shapes_only() -> bool:
-    """Returns whether Keras infers shapes, on symbols that keep no notes."""
-    return bool(symbolic_scope.in_symbolic_scope())
+# Returns whether Keras infers shapes, on symbols that keep no notes.
+on_shapes_only: Callable[[], bool] = symbolic_scope.in_symbolic_scope
 
 
 def entry_layer() -> keras.Layer | None:
@@ -103,10 +102,10 @@ def as_called(state: tuple[Any, Any, Any]) -> Iterator[None]:
         global_state.set_global_attribute(_CALL_CONTEXT, before)
 
 
-def open_scope() -> keras.StatelessScope | None:
-    """Returns the `keras.StatelessScope` around the caller, if there is one."""
-    scope: keras.StatelessScope | None = stateless_scope.get_stateless_scope()
-    return scope
+# Returns the `keras.StatelessScope` around the caller, if there is one.
+open_scope: Callable[[], keras.StatelessScope | None] = (
+    stateless_scope.get_stateless_scope
+)
 
 
 def open_scopes() -> Iterator[keras.StatelessScope]:

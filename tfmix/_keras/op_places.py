@@ -22,6 +22,12 @@ BACKEND_OPS = getattr(backend, "ops", backend)
 # The public ops prefer this order: `tanh` is in `numpy` and `nn`, and Keras
 # 3.12 has a second, unused `norm` in `math`.
 _THEMES = ("linalg", "numpy", "nn", "math", "image")
+# The functions of these modules call other ops of Keras.
+COMPOSED = frozenset(
+    module.__name__
+    for module in [*vars(ops).values(), activations]
+    if inspect.ismodule(module)
+)
 # These make tensors of a dtype from numbers, or return their argument. No other
 # function of that module (loops, branches) takes a dtype.
 CONVERSIONS = ("cast", "convert_to_tensor", "stop_gradient")
@@ -89,14 +95,6 @@ def copy_module(module: types.ModuleType, make: Callable) -> types.ModuleType:
     return replacing.copy_module(module, functions)
 
 
-def is_composed(function: Callable) -> bool:
-    """Returns whether a function calls other ops of Keras."""
-    composed = [*(module for _, module in _modules(ops)), activations]
-    return function.__name__ == MAP or any(
-        function.__module__ == module.__name__ for module in composed
-    )
-
-
 def writes_out(layer: keras.Layer, arguments: dict) -> bool:
     """Returns whether a call will not use `ops.dot_product_attention`."""
     dropout = getattr(layer, "_dropout", getattr(layer, "dropout", 0.0))
@@ -114,31 +112,6 @@ def float32_softmax(layer: keras.Layer) -> Iterator[None]:
             float32 = keras.DTypePolicy("float32")
             replacing.swap(undo, softmax, "_dtype_policy", float32)
         yield
-
-
-def dtype_position(function: Callable) -> int | None:
-    """Returns the position of a backend function's `dtype` argument."""
-    names = list(inspect.signature(function).parameters)
-    return names.index("dtype") if "dtype" in names else None
-
-
-def wanted_dtype(args: tuple, kwargs: dict, position: int) -> str | None:
-    """Returns the dtype that a call asks for, `None` if it asks for none."""
-    wanted = kwargs.get("dtype")
-    if len(args) > position:
-        wanted = args[position]
-    return None if wanted is None else keras.backend.standardize_dtype(wanted)
-
-
-def with_float32(
-    args: tuple, kwargs: dict, position: int
-) -> tuple[tuple, dict]:
-    """Returns the arguments of a call, with float32 as the wanted dtype."""
-    if wanted_dtype(args, kwargs, position) is None:
-        return args, kwargs
-    if len(args) > position:
-        return (*args[:position], "float32", *args[position + 1 :]), kwargs
-    return args, {**kwargs, "dtype": "float32"}
 
 
 def has_float32_logits() -> bool:

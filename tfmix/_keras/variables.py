@@ -17,10 +17,8 @@ from keras.src.backend.common import variables as backend_variables
 from tfmix import _formats
 from tfmix._keras import (
     global_state,
-    kernels,
     optimizers,
     replacing,
-    tracing,
     version,
 )
 
@@ -43,9 +41,7 @@ _READS = frozenset(
 def is_narrow(tensor: Any) -> bool:
     """Returns whether a tensor or variable is float16 or bfloat16."""
     dtype = getattr(tensor, "dtype", None)
-    if dtype is None:
-        return False
-    return keras.backend.standardize_dtype(dtype) in _formats.SIXTEEN_BIT
+    return getattr(dtype, "name", dtype) in _formats.SIXTEEN_BIT
 
 
 def is_overwritten(variable: Any) -> bool:
@@ -163,7 +159,7 @@ class _Selecting(keras.StatelessScope):
         variable, new = update
         old = read(variable)
         if id(variable) in self.chosen and new is not old:
-            new = kernels.selected(self.condition, new, old)
+            new = jax.lax.select(self.condition, new, old)
         super().add_update((variable, new))
 
 
@@ -365,7 +361,7 @@ def host_value(variable: Any) -> np.ndarray:
 def is_host_readable(variable: keras.Variable) -> bool:
     """Returns whether NumPy can read the variable here, each time anew."""
     if keras.backend.backend() == "jax":
-        known = not tracing.is_symbolic(variable.value)
+        known = not isinstance(variable.value, jax.core.Tracer)
         return known and not becomes_constant(variable)
     return bool(tf.executing_eagerly())
 
@@ -406,8 +402,8 @@ def becomes_constant(variable: keras.Variable) -> bool:
     if scope is not None and scope.get_current_value(variable) is not None:
         return False
     # JAX makes a tracer out of a constant only while it compiles.
-    return tracing.is_symbolic(jax.numpy.zeros(())) and not tracing.is_symbolic(
-        variable.value
+    return isinstance(jax.numpy.zeros(()), jax.core.Tracer) and not isinstance(
+        variable.value, jax.core.Tracer
     )
 
 
@@ -493,8 +489,8 @@ def reading(original: Callable, copied: Callable) -> Callable:
 
     Args:
         original: Keras's function of `AUTOCAST`.
-        copied: Takes a variable, its value and the 16-bit dtype; returns the
-            copy.
+        copied: Takes this, a variable, its value and the 16-bit dtype; returns
+            the copy.
     """
 
     @functools.wraps(original)
@@ -502,9 +498,26 @@ def reading(original: Callable, copied: Callable) -> Callable:
         dtype = narrow_dtype(self)
         if dtype is None:
             return original(self, value)
-        return copied(self, value, dtype)
+        return copied(original, self, value, dtype)
 
     return maybe_cast
+
+
+def assigning(original: Callable, exactly: Callable) -> Callable:
+    """Returns what assigns to a variable, by `exactly` what lost digits.
+
+    Args:
+        original: Keras's function of `ASSIGN`.
+        exactly: Takes this, a float32 variable and a 16-bit value.
+    """
+
+    @functools.wraps(original)
+    def assign(self: Any, value: Any) -> Any:
+        if self._dtype == "float32" and is_narrow(value):
+            return exactly(original, self, value)
+        return original(self, value)
+
+    return assign
 
 
 def has_value(variable: keras.Variable) -> bool:

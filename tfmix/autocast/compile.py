@@ -23,7 +23,6 @@ from tfmix._keras import (
 from tfmix.autocast import bare_optimizers, exact_inputs, fallback, record
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.loss_scaling import rules
-from tfmix.ops import stand_ins
 from tfmix.optimizers import master_weights, sixteen_bit_optimizer
 from tfmix.policy import policy as policies
 from tfmix.step import guard
@@ -96,7 +95,7 @@ def _compile(
     refuse_two_scales(given)
     fixed = getattr(given, "loss_scale_factor", None)
     # Keras creates an optimizer here, and computes nothing in 16 bit.
-    with stand_ins.block(()):
+    with context_values.holding(rules=context_values.NO_RULES):
         original(*args, **kwargs)
     compile_method.save_argument(model, "auto_scale_loss", wanted)
     part = replacing.part(model, replacing.RULES)
@@ -108,7 +107,7 @@ def _compile(
             if optimizer is given:
                 optimizer.loss_scale_factor = fixed
         level = None if part is None else part.level
-        with stand_ins.block(()):
+        with context_values.holding(rules=context_values.NO_RULES):
             optimizer = choose(optimizer, model, level)
         if optimizer is not model.optimizer:
             named = saved(optimizer, model)

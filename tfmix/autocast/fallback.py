@@ -155,28 +155,22 @@ def reasons(model: keras.Layer) -> list[str]:
     ]
 
 
-def assigning_exactly(original: Callable) -> Callable:
-    """Makes `assign` write exact float32 values to a float32 variable.
+def assign_exactly(original: Callable, variable: Any, value: Any) -> Any:
+    """Assigns the float32 value behind a 16-bit one to a float32 variable.
 
-    If 16-bit numbers have no known float32 values, the layer whose code assigns
-    them falls back.
+    If that is not known, the layer whose code assigns it falls back.
     """
-
-    def assign(self: Any, value: Any) -> Any:
-        if not tensors.is_16_bit(value) or global_state.on_shapes_only():
-            return original(self, value)
-        if variables.stored_dtype(self) != "float32":
-            return original(self, value)
-        value = exact_values.before_cast(value)
-        may_fall_back = context_values.block.get().may_fall_back
-        if may_fall_back and not exact_values.is_exact(value):
-            raise TypeError(
-                f"16-bit numbers are assigned to the variable {self.path!r}, "
-                "which is float32."
-            )
-        return original(self, exact_values.of(value))
-
-    return assign
+    has_rules = policies.SIXTEEN_BIT in context_values.active_rules()
+    if not has_rules or global_state.on_shapes_only():
+        return original(variable, value)
+    value = exact_values.before_cast(value)
+    may_fall_back = context_values.block.get().may_fall_back
+    if may_fall_back and not exact_values.is_exact(value):
+        raise TypeError(
+            f"16-bit numbers are assigned to the variable {variable.path!r}, "
+            "which is float32."
+        )
+    return original(variable, exact_values.of(value))
 
 
 class _Fallback:

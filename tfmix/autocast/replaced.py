@@ -29,7 +29,7 @@ from tfmix.ops import (
     stand_ins,
     weights,
 )
-from tfmix.ops.stand_ins import Method
+from tfmix.ops.stand_ins import Method, late
 from tfmix.optimizers import sixteen_bit_optimizer
 
 
@@ -51,11 +51,21 @@ def _staying(original: Callable) -> Any:
 
 METHODS = (
     # It makes a copy of a variable that knows its float32 source.
-    Method([keras_variables.AUTOCAST], weights.autocast, always=True),
+    Method(
+        [keras_variables.AUTOCAST],
+        functools.partial(keras_variables.reading, copied=weights.copied),
+        always=True,
+    ),
     # A loop would keep float32 sums of all its steps.
     Method([layers.LOOP], weights.loop),
     # A layer's state is what float32 computes.
-    Method([keras_variables.ASSIGN], fallback.assigning_exactly),
+    Method(
+        [keras_variables.ASSIGN],
+        functools.partial(
+            keras_variables.assigning, exactly=fallback.assign_exactly
+        ),
+        always=True,
+    ),
     # Regularizers and added losses exceed float16.
     Method(penalties.PLACES, exact_values.with_float32_arguments),
     # A step whose gradients are not finite is skipped.
@@ -70,17 +80,17 @@ METHODS = (
         bare_optimizers.applying,
     ),
     # A user's gradient runs after the layer's call, under its settings.
-    Method(recomputation.PLACES, _recomputed, always=True),
+    Method(recomputation.PLACES, late(_recomputed), always=True),
     # Gradients are scaled inside of a model, but not those of a user's.
-    Method(custom_vjp.PLACES, _unscaled, always=True),
+    Method(custom_vjp.PLACES, late(_unscaled), always=True),
     # A user's gradient stays inside of a tape that a layer opens.
-    Method(tapes.TAPE, _staying, always=True),
+    Method(tapes.TAPE, late(_staying), always=True),
     # A graph that was traced without a tape has no border.
-    Method(tapes.TRACE, tapes.traced_for_gradients, always=True),
+    Method(tapes.TRACE, late(tapes.traced_for_gradients), always=True),
     # Files name the optimizer that `compile` got.
     Method(
         [compile_method.OLD_FORMAT],
-        compile_method.naming_saved_optimizer,
+        late(compile_method.naming_saved_optimizer),
         always=True,
     ),
     # With dropout, attention layers do not call the op.

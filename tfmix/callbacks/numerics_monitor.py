@@ -174,7 +174,7 @@ class _Instruments:
         # A model without 16-bit layers is measured as float16 would see it.
         dtype = sixteen[0].compute_dtype if sixteen else "float16"
         self._model, self._found = model, probe.targets(model)
-        self._limits = _formats.limits(dtype)
+        self._limits = _formats.LIMITS[dtype]
         paths = [variable.path for variable in model.trainable_variables]
         self.reader = Reader(self._found, paths, self._limits)
         self.sampler = sampler.Sampler(model, self._found, self._limits)

@@ -132,7 +132,7 @@ def _set_spec(layer: keras.Layer, way_back: contextlib.ExitStack) -> None:
     """Corrects the dtypes that a Functional graph keeps for its tensors."""
     for place, tensor in graphs.noted_results(layer):
         dtype = keras.backend.standardize_dtype(tensor.dtype)
-        if dtype in _formats.FORMATS:
+        if dtype in _formats.LIMITS:
             graph = layers.is_structure(layer)
             results = layers.results(layer) if graph else None
             result = results[place].dtype if results else layer.compute_dtype

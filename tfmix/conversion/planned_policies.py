@@ -167,7 +167,7 @@ class _Planner:
         if getattr(current, "quantization_mode", None) is not None:
             return "quantized"
         dtypes = (layer.compute_dtype, layer.variable_dtype)
-        if any(dtype not in _formats.FORMATS for dtype in dtypes):
+        if any(dtype not in _formats.LIMITS for dtype in dtypes):
             return _OWN
         chosen = new_layers.is_chosen(layer) or fallback.reason(layer)
         deliberate = self._mixed_before and not chosen

@@ -130,7 +130,7 @@ def _run(
     show: Callable[[float], None] = lambda share: None,
 ) -> numerics_report.NumericsReport:
     """Checks a batch; a warning says that the loss is not scaled."""
-    limits = _formats.limits(base.compute_dtype)
+    limits = _formats.LIMITS[base.compute_dtype]
     sixteen = planned_policies.sixteen_bit(original.model, chosen)
     bad_rows = original.bad_rows()
     batch = original.without({row for bad in bad_rows for row in bad.rows})

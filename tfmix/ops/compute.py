@@ -1,6 +1,6 @@
 """What an op computes while a 16-bit policy is active.
 
-Every op of Keras and every operator of tensors goes through `computed`. It
+Every op of Keras and every operator of tensors goes through `by_rules`. It
 looks once at the arguments and takes one of a few ways. By default, an op whose
 16-bit arguments are all copies of weights computes in float32, and its result
 is a copy again. Any other op hands on what is known of its argument, so that
@@ -13,9 +13,10 @@ that your code never meets another dtype.
 
 import dataclasses
 import functools
+import inspect
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -40,6 +41,7 @@ _FEW = 64
 _NUMBERS = (int, float, np.integer, np.floating)
 _PLAIN = frozenset((str, bool, type(None), type(...), slice))
 _ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
+_block = context_values.block.get
 
 
 class _Local(threading.local):
@@ -88,27 +90,30 @@ class Op:
     way: Callable[["Call"], Any] | None = None
 
 
+USUAL = Op()
+
+
 class Function:
     """Keras's function of an op, with its row of the table.
 
-    Args:
+    Attributes:
         original: The function.
         row: The row.
-        is_composed: Whether it calls other ops, which compute as usual.
         is_reversed: Whether it takes its second factor first.
+        is_composed: Whether it calls other ops, which compute as usual.
+        dtype_at: The position of its `dtype` argument, `None` without one.
     """
 
-    def __init__(
-        self,
-        original: Callable,
-        row: Op,
-        *,
-        is_composed: bool = False,
-        is_reversed: bool = False,
-    ) -> None:
+    def __init__(self, original: Callable, row: Op, is_reversed: bool) -> None:
         self.original, self.row = original, row
-        self.is_composed, self.is_reversed = is_composed, is_reversed
-        self.dtype_at = op_places.dtype_position(original)
+        self.is_reversed = is_reversed
+        self.is_composed = (
+            original.__name__ == op_places.MAP
+            or original.__module__ in op_places.COMPOSED
+        )
+        code = inspect.unwrap(original).__code__
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        self.dtype_at = names.index("dtype") if "dtype" in names else None
 
     def run(self, args: tuple, kwargs: dict) -> Any:
         """Calls Keras's function; what it calls is not replaced."""
@@ -260,8 +265,11 @@ class Call:
         """Computes with changed arguments, and with float32 as its dtype."""
         args, kwargs = tensors.map_leaves((self.args, self.kwargs), change)
         place = self.op.dtype_at
-        if place is not None:
-            args, kwargs = op_places.with_float32(args, kwargs, place)
+        if place is not None and self.wanted() is not None:
+            if len(args) > place:
+                args = (*args[:place], "float32", *args[place + 1 :])
+            else:
+                kwargs = {**kwargs, "dtype": "float32"}
         return self.op.run(args, kwargs)
 
     def wanted(self) -> str | None:
@@ -269,7 +277,11 @@ class Call:
         place = self.op.dtype_at
         if place is None:
             return None
-        return op_places.wanted_dtype(self.args, self.kwargs, place)
+        at_place = self.args[place : place + 1]
+        wanted = at_place[0] if at_place else self.kwargs.get("dtype")
+        return (
+            None if wanted is None else keras.backend.standardize_dtype(wanted)
+        )
 
     def weight_at(self) -> int | None:
         """Returns which of two 16-bit tensors is a weight, if one is."""
@@ -295,10 +307,36 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, _NUMBERS)
 
 
-def computed(op: Function, args: tuple, kwargs: dict, is_ruled: bool) -> Any:
-    """Computes an op: the function that all of them go through."""
-    call = Call(op, args, kwargs, is_ruled)
-    return usual(call) if op.row.way is None else op.row.way(call)
+def by_rules(
+    original: Callable,
+    name: str,
+    rows: Mapping[str, Op],
+    is_reversed: bool = False,
+) -> Callable:
+    """Returns Keras's function of an op, computed by the rules of its caller.
+
+    Args:
+        original: The function.
+        name: The name of the op.
+        rows: The rows of ops by their names.
+        is_reversed: Whether the function takes its second factor first.
+    """
+    op = Function(original, rows.get(name, USUAL), is_reversed)
+    way = op.row.way or usual
+
+    @functools.wraps(original)
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        if local.inside:
+            return original(*args, **kwargs)
+        # This is `context_values.active_rules`; nothing is called more often.
+        names = _block().rules
+        if names is None:
+            names = context_values.installed.rules
+        if not names:
+            return original(*args, **kwargs)
+        return way(Call(op, args, kwargs, name in names))
+
+    return computed
 
 
 def usual(call: Call) -> Any:
@@ -501,7 +539,7 @@ class _Again:
 
 def _is_unfit(call: Call, dtype: str) -> bool:
     """Returns whether a number would be infinite, or zero, in a format."""
-    limits = _formats.limits(dtype)
+    limits = _formats.LIMITS[dtype]
     return any(
         limits.max < abs(number) < math.inf
         # Half of the smallest number rounds to zero.

@@ -12,7 +12,8 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import context_values, global_state
+from tfmix._keras import global_state
+from tfmix.ops import compute
 
 _ON_JAX = keras.backend.backend() == "jax"
 # Losses of `keras.ops` with `from_logits`, and the activation that they invert.
@@ -26,26 +27,18 @@ if _ON_JAX:
     }
 
 
-# The ops that note their input.
-ACTIVATIONS = ("softmax", "sigmoid")
-
-
-def noting(activation: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns an op that notes its input on its output, under a policy."""
-
-    @functools.wraps(activation)
-    def compute(x: Any, **axis: Any) -> Any:
-        result = activation(x, **axis)
-        if not context_values.active_rules():
-            return result
-        if _ON_JAX:
-            note = {_key(activation.__name__, result, **axis): x}
-            global_state.put_note(result, global_state.LOGITS, note)
-        else:
-            global_state.put_note(result, global_state.LOGITS_OF_KERAS, x)
-        return result
-
-    return compute
+def noting(call: compute.Call) -> Any:
+    """Computes an activation, and notes its input on its output."""
+    args, kwargs = call.came
+    x = args[0] if args else kwargs["x"]
+    result = compute.usual(call)
+    if _ON_JAX:
+        axis = {k: v for k, v in kwargs.items() if k == "axis"}
+        note = {_key(call.op.original.__name__, result, **axis): x}
+        global_state.put_note(result, global_state.LOGITS, note)
+    else:
+        global_state.put_note(result, global_state.LOGITS_OF_KERAS, x)
+    return result
 
 
 def recovering(loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,7 +46,7 @@ def recovering(loss: Callable[..., Any]) -> Callable[..., Any]:
     activation = LOSSES[loss.__name__]
 
     @functools.wraps(loss)
-    def compute(
+    def recovered(
         target: Any, output: Any, from_logits: bool = False, **axis: Any
     ) -> Any:
         logits = None
@@ -64,7 +57,7 @@ def recovering(loss: Callable[..., Any]) -> Callable[..., Any]:
             return loss(target, output, from_logits=from_logits, **axis)
         return loss(target, logits, from_logits=True, **axis)
 
-    return compute
+    return recovered
 
 
 def _key(activation: str, probabilities: Any, axis: Any = -1) -> str:

@@ -32,7 +32,8 @@ class Method(NamedTuple):
         places: The owner and the name of each method, or what finds these.
         make: Takes the original, and returns what replaces it.
         rule: The rule under which it is replaced, and holds.
-        always: Whether it holds for every caller while it is replaced.
+        always: Whether it holds for every caller while it is replaced. Then it
+            is made at once (see `late`).
     """
 
     places: Sequence[replacing.Place] | Callable[[], Sequence]
@@ -41,7 +42,6 @@ class Method(NamedTuple):
     always: bool = False
 
 
-_block = context_values.block.get
 # The methods that are replaced (`autocast.replaced`).
 _methods: list[Method] = []
 
@@ -163,61 +163,41 @@ def _makers_for(names: frozenset[str]) -> dict[replacing.Place, Maker]:
 def _of_op(original: Any, name: str, is_reversed: bool = False) -> Any:
     """Returns a function that computes an op by the rules of its caller."""
     if inspect.ismodule(original):
-        return op_places.copy_module(original, _of_op)
+        copy = op_places.copy_module(original, _by_rules)
+        for name in losses_from_logits.LOSSES.keys() & vars(copy).keys():
+            # These also hold where a loop computes the loss, outside of rules.
+            make = late(losses_from_logits.recovering)
+            setattr(copy, name, make(getattr(copy, name)))
+        return copy
     if isinstance(original, staticmethod):
-        return staticmethod(_of_op(original.__func__, name))
-    make: Maker
-    if name in losses_from_logits.ACTIVATIONS:
-        make = losses_from_logits.noting
-    elif name in losses_from_logits.LOSSES:
-        # It also holds where a loop computes the loss, outside of the rules.
-        make = losses_from_logits.recovering
-    else:
-        return _by_rules(original, name, is_reversed)
-    return _made_late(lambda: make(_by_rules(original, name)), original)
+        return staticmethod(_by_rules(original.__func__, name))
+    return _by_rules(original, name, is_reversed=is_reversed)
 
 
-def _by_rules(
-    original: Callable, name: str, is_reversed: bool = False
-) -> Callable:
-    # Most of hundreds of ops are never called.
-    op = functools.cache(
-        functools.partial(table.function, original, name, is_reversed)
-    )
-
-    @functools.wraps(original)
-    def computed(*args: Any, **kwargs: Any) -> Any:
-        if compute.local.inside:
-            return original(*args, **kwargs)
-        # This is `context_values.active_rules`; nothing is called more often.
-        names = _block().rules
-        if names is None:
-            names = context_values.installed.rules
-        if not names:
-            return original(*args, **kwargs)
-        return compute.computed(op(), args, kwargs, name in names)
-
-    return computed
+_by_rules = functools.partial(compute.by_rules, rows=table.OPS)
 
 
-def _made_late(make: Callable, original: Callable) -> Callable:
-    """Returns a function that is made when it is first called."""
-    made = functools.cache(make)
+def late(make: Maker) -> Maker:
+    """Returns a maker whose stand-in calls `make` when it is first called."""
 
-    @functools.wraps(original)
-    def stand_in(*args: Any, **kwargs: Any) -> Any:
-        return made()(*args, **kwargs)
+    def made_late(original: Callable) -> Callable:
+        made = functools.cache(functools.partial(make, original))
 
-    return stand_in
+        @functools.wraps(original)
+        def stand_in(*args: Any, **kwargs: Any) -> Any:
+            return made()(*args, **kwargs)
+
+        return stand_in
+
+    return made_late
 
 
 def _of_method(original: Any, method: Method) -> Any:
     """Returns a method that is replaced for callers under its rule."""
-    # Many of these are never called.
-    make = functools.partial(method.make, original)
     if method.always:
-        return _made_late(make, original)
-    replaced = functools.cache(make)
+        return method.make(original)
+    # Many of these are never called.
+    replaced = functools.cache(functools.partial(method.make, original))
 
     @functools.wraps(original)
     def stand_in(*args: Any, **kwargs: Any) -> Any:

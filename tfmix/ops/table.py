@@ -3,15 +3,11 @@
 An op without a row computes as `compute` says for all.
 """
 
-from collections.abc import Callable
-
 import keras
 
-from tfmix._keras import op_places
-from tfmix.ops import attention, compute, weights
-from tfmix.ops.compute import Function, Op
+from tfmix.ops import attention, compute, losses_from_logits, weights
+from tfmix.ops.compute import USUAL, Op
 
-USUAL = Op()
 _ON_JAX = keras.backend.backend() == "jax"
 
 # A sum computes in float32 what 16 bit would lose.
@@ -118,8 +114,12 @@ OPS: dict[str, Op] = {
     **dict.fromkeys(("square", "exp", "exp2", "expm1", "cumprod"), _CURVE),
     # Saturating and flat functions, choices and bounds.
     **dict.fromkeys(
+        ("softmax", "sigmoid"),
+        Op(begins="flat", way=losses_from_logits.noting),
+    ),
+    **dict.fromkeys(
         (
-            *("softmax", "sigmoid", "tanh", "softplus", "hard_sigmoid"),
+            *("tanh", "softplus", "hard_sigmoid"),
             *("relu", "relu6", "abs", "absolute"),
         ),
         _FLAT,
@@ -136,19 +136,3 @@ OPS: dict[str, Op] = {
         _POOL,
     ),
 }
-
-
-def function(original: Callable, name: str, is_reversed: bool) -> Function:
-    """Returns Keras's function of an op with its row.
-
-    Args:
-        original: The function.
-        name: The name of the op.
-        is_reversed: Whether it takes its second factor first.
-    """
-    return Function(
-        original,
-        OPS.get(name, USUAL),
-        is_composed=op_places.is_composed(original),
-        is_reversed=is_reversed,
-    )

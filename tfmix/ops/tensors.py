@@ -86,7 +86,7 @@ def finite(value: Any, dtype: str) -> Any:
     """
     if float_dtype(value) != "float32":
         return value
-    limit = _formats.limits(dtype).max
+    limit = _formats.LIMITS[dtype].max
     beyond = keras.ops.logical_and(
         keras.ops.isfinite(value), keras.ops.abs(value) > limit
     )
@@ -102,7 +102,7 @@ def not_zero(value: Any, dtype: str) -> Any:
     """
     if float_dtype(value) != "float32":
         return value
-    ops, limits = keras.ops, _formats.limits(dtype)
+    ops, limits = keras.ops, _formats.LIMITS[dtype]
     size = ops.abs(value)
     lost = ops.logical_and(size > 0, size <= limits.smallest / 2)
     moved = ops.where(lost, ops.sign(value) * limits.tiny - value, 0.0)

@@ -59,20 +59,18 @@ def choose(variable: keras.Variable, multiply: Multiply | None) -> None:
     layers.put(variable, _CHOSEN, multiply)
 
 
-def autocast(original: Callable) -> Callable:
-    """Returns the function that casts variables for 16-bit layers."""
-
-    def copied(variable: Any, value: Any, dtype: str) -> Any:
-        # Copies of symbols get no notes, so that ops leave them to Keras.
-        if not context_values.active_rules() or global_state.on_shapes_only():
-            return original(variable, value)
-        # The variable is read once, as the tensor that is then copied.
-        weight = keras_variables.read(value)
-        copy = tensors.cast(weight, dtype)
-        multiply = getattr(variable, _CHOSEN, None)
-        return exact_values.weight_copy(weight, copy, multiply)
-
-    return keras_variables.reading(original, copied)
+def copied(
+    original: Callable, variable: Any, value: Any, dtype: str
+) -> Any:
+    """Returns the 16-bit copy of a variable for a layer that reads it."""
+    # Copies of symbols get no notes, so that ops leave them to Keras.
+    if not context_values.active_rules() or global_state.on_shapes_only():
+        return original(variable, value)
+    # The variable is read once, as the tensor that is then copied.
+    weight = keras_variables.read(value)
+    copy = tensors.cast(weight, dtype)
+    multiply = getattr(variable, _CHOSEN, None)
+    return exact_values.weight_copy(weight, copy, multiply)
 
 
 def loop(original: Callable) -> Callable:

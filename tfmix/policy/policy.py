@@ -93,13 +93,17 @@ class Policy(keras.DTypePolicy):
             auto_policy() if name == "auto" else dtypes
         )
         defaults = level.rules if level else layer_rules.DEFAULT_LAYER_RULES
-        if float32_layers is None:
-            float32_layers = [rule.layer_class for rule in defaults]
-        self._float32_layers = layer_rules.resolve(float32_layers)
-        if float32_ops is None:
-            with_ops = level.op_rules if level else True
-            float32_ops = op_rules.DEFAULT_FLOAT32_OPS if with_ops else ()
-        self._float32_ops = op_rules.resolve(float32_ops)
+        self._float32_layers: tuple[layer_rules.RuleItem, ...] = (
+            tuple(rule.layer_class for rule in defaults)
+            if float32_layers is None
+            else layer_rules.resolve(float32_layers)
+        )
+        with_ops = level.op_rules if level else True
+        self._float32_ops: tuple[str, ...] = (
+            (op_rules.DEFAULT_FLOAT32_OPS if with_ops else ())
+            if float32_ops is None
+            else op_rules.resolve(float32_ops)
+        )
         if keep_batchnorm_fp32 is None:
             pure = self.compute_dtype == self.variable_dtype
             pure = pure and self.variable_dtype in _formats.SIXTEEN_BIT
