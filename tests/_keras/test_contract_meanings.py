@@ -14,6 +14,7 @@ from tfmix._keras import (
     layers,
     optimizers,
     tapes,
+    tracing,
     training,
 )
 
@@ -154,9 +155,9 @@ def test_a_transformation_is_told_from_the_one_around_it():
 
     def within(transform):
         seen = []
-        here = custom_vjp.transformation()
-        transform(lambda x: seen.append(custom_vjp.transformation()) or x)
-        assert custom_vjp.transformation() == here
+        here = tracing.transformation()
+        transform(lambda x: seen.append(tracing.transformation()) or x)
+        assert tracing.transformation() == here
         return seen[0] == here
 
     x = np.ones((2, 2), "float32")
@@ -179,7 +180,7 @@ def test_what_jax_traces_for_a_value_is_traced_for_no_other():
         return x
 
     for value in (1.0, 2.0, 1.0):
-        with custom_vjp.traced_apart(np.float32(value)):
+        with tracing.traced_apart(np.float32(value)):
             function(np.float32(0.0))
     function(np.float32(0.0))
     assert len(traced) == 3

@@ -10,7 +10,7 @@ import tfmix
 from benchmarks import compiled_steps, overhead
 from tests import helpers
 from tests.hardware.programs import skip_without
-from tfmix._keras import tracing
+from tfmix._keras import kernels, tracing
 from tfmix.hardware import compiled_text, compilers, lowering
 from tfmix.hardware import target as targets
 from tfmix.step import finite
@@ -157,7 +157,7 @@ def test_a_separate_check_per_gradient_is_caught(monkeypatch):
         monkeypatch.setattr(tracing, "by_xla", lambda: False)
     else:
         monkeypatch.setattr(
-            finite, "_not_finite_of_a_shape", finite.VARIANTS["default"]
+            kernels, "not_finite_alike", kernels.VARIANTS["default"]
         )
         # JAX may have traced the other variant.
         monkeypatch.setattr(finite, "_bad_of_step", finite.not_finite)

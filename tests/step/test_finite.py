@@ -6,6 +6,7 @@ import pytest
 from keras import ops
 
 from tests import helpers, steps
+from tfmix._keras import kernels
 from tfmix.step import finite
 
 BAD = [np.nan, np.inf, -np.inf]
@@ -102,11 +103,11 @@ def test_a_check_works_inside_jaxs_transformations():
     assert bool(fine)
 
 
-@pytest.mark.parametrize("variant", finite.VARIANTS)
+@pytest.mark.parametrize("variant", kernels.VARIANTS)
 @pytest.mark.parametrize("bad", [None, 0, 2, 3, 4, 5, 6])
 def test_each_variant_distinguishes_all_tensors(variant, bad, monkeypatch):
-    name = "_not_finite_of_a_shape"
-    monkeypatch.setattr(finite, name, finite.VARIANTS[variant])
+    chosen = kernels.VARIANTS[variant]
+    monkeypatch.setattr(kernels, "not_finite_alike", chosen)
     large = 520, 520
     shapes = [(3, 4), None, (2,), (3, 4), large, (2,), large, (), (), (0, 2)]
     given = [

@@ -22,6 +22,8 @@ else:
 
 # A tensor with more numbers is large.
 _LARGE = 2**18
+# One kernel reads this many small, or large tensors together.
+_TOGETHER = 64, 8
 
 
 def kept_apart(tensor: Any) -> Any:
@@ -62,21 +64,6 @@ def selected(condition: Any, if_true: Any, if_false: Any) -> Any:
         # `where` compiles a program of its own at each place, with broadcasts.
         return jax.lax.select(condition, if_true, if_false)
     return tf.where(condition, if_true, if_false)
-
-
-def not_finite(tensor: Any) -> Any:
-    """Returns which numbers of a float tensor are infinite or NaN."""
-    if keras.backend.backend() == "jax":
-        # `jax.numpy` would trace a function for each of hundreds of gradients.
-        return jax.lax.bitwise_not(jax.lax.is_finite(tensor))
-    return tf.logical_not(tf.math.is_finite(tensor))
-
-
-def any_true(flags: Any) -> Any:
-    """Returns whether a boolean tensor holds a true, as a scalar tensor."""
-    if keras.backend.backend() == "jax":
-        return jax.lax.reduce_or(flags, tuple(range(flags.ndim)))
-    return tf.reduce_any(flags)
 
 
 def by_shape(
@@ -183,3 +170,37 @@ def by_target(single: Callable, default: Callable) -> Callable[..., Any]:
     batching.primitive_batchers[primitive] = batched
     # The result has no gradient.
     return lambda *values: primitive.bind(*jax.lax.stop_gradient(values))
+
+
+def _counted_together(*tensors: Any) -> Any:
+    bad = [keras.ops.cast(_not_finite(x), "int32") for x in tensors]
+    return keras.ops.not_equal(sums(bad, _TOGETHER), 0)
+
+
+def _by_flags(*tensors: Any) -> Any:
+    # Devices exchange a boolean for each. For a CPU, XLA compiles it sooner.
+    return keras.ops.stack([_any_true(_not_finite(x)) for x in tensors])
+
+
+def _not_finite(tensor: Any) -> Any:
+    """Returns which numbers of a float tensor are infinite or NaN."""
+    if keras.backend.backend() == "jax":
+        # `jax.numpy` would trace a function for each of hundreds of gradients.
+        return jax.lax.bitwise_not(jax.lax.is_finite(tensor))
+    return tf.logical_not(tf.math.is_finite(tensor))
+
+
+def _any_true(flags: Any) -> Any:
+    """Returns whether a boolean tensor holds a true, as a scalar tensor."""
+    if keras.backend.backend() == "jax":
+        return jax.lax.reduce_or(flags, tuple(range(flags.ndim)))
+    return tf.reduce_any(flags)
+
+
+VARIANTS: dict[str, Callable] = {
+    "single": _counted_together,
+    "default": _by_flags,
+}
+# Returns which of several float tensors of one shape are not finite, as a
+# boolean vector (XLA).
+not_finite_alike = by_target(**VARIANTS)

@@ -17,6 +17,9 @@ else:
     import jax
     import jax.extend.core
 
+    # JAX before 0.8 has none.
+    _CONTEXT = getattr(jax, "make_user_context", lambda: None)()
+
 Function = TypeVar("Function", bound=Callable)
 
 _RUNS_EAGERLY = "_run_functions_eagerly"
@@ -108,6 +111,29 @@ def is_made_in(function: Any, tensor: Any) -> bool:
     if keras.backend.backend() == "jax":
         return not is_symbolic(tensor) or function == weakref.ref(tensor._trace)
     return hasattr(tensor, "numpy")
+
+
+def transformation() -> Any:
+    """Returns a token of the running trace or transformation, such as `vmap`.
+
+    It is a string in versions of JAX that do not tell.
+    """
+    state = getattr(jax.extend.core, "get_opaque_trace_state", None)
+    return state() if state else "unknown"
+
+
+def traced_apart(value: Any) -> contextlib.AbstractContextManager:
+    """Keeps what JAX traces and compiles in a block for this value only.
+
+    Functions in the block may use the value without taking it as an argument.
+
+    Args:
+        value: Scalar array.
+    """
+    if _CONTEXT is None:
+        return contextlib.nullcontext()
+    is_traced = isinstance(value, jax.core.Tracer)
+    return _CONTEXT(object() if is_traced else float(value))
 
 
 def is_symbolic(tensor: Any) -> bool:

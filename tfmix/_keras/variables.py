@@ -54,10 +54,13 @@ def is_sixteen_bit(variable: keras.Variable) -> bool:
     return is_narrow(variable) and not is_overwritten(variable)
 
 
-def is_seed(variable: Any) -> bool:
-    """Returns whether a variable is the state of a `SeedGenerator`."""
-    name: str = variable.name
-    return name.startswith("seed_generator_state")
+def is_state(variable: Any) -> bool:
+    """Returns whether a skipped step has to restore a variable's value."""
+    # Seeds keep their new values. The user's own are unsigned, as JAX's are.
+    if variable.name.startswith("seed_generator_state"):
+        return False
+    dtype: str = keras.backend.standardize_dtype(variable.dtype)
+    return dtype.startswith(("float", "bfloat", "int", "bool"))
 
 
 def placement(variable: keras.Variable) -> dict:
@@ -337,6 +340,12 @@ def backend_variable(variable: Any) -> Any:
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
+def stored(variable: Any) -> Any:
+    """Returns the `tf.Variable` of a variable; under JAX the one given."""
+    on_jax = keras.backend.backend() == "jax"
+    return variable if on_jax else backend_variable(variable)
+
+
 def unwrap(value: Any) -> Any:
     """Returns the value of a `tf.Variable`, and anything else unchanged."""
     return value.value() if hasattr(value, "read_value") else value
@@ -430,6 +439,15 @@ def may_be_written(variable: Any) -> bool:
         return True
     users = graph.capture(backend_variable(variable).handle).consumers()
     return any(user.type not in _READS for user in users)
+
+
+def may_differ(variable: Any, old: Any) -> bool:
+    """Returns whether a variable may have another value than an old one."""
+    value = backend_variable(variable)
+    if hasattr(value, "handle"):
+        return may_be_written(value)
+    # The value is JAX's, or belongs to a scope that holds variables' values.
+    return value is not old
 
 
 def can_be_made() -> bool:

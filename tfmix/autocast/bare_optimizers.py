@@ -156,7 +156,7 @@ class Skips:
         is_data: Any = False
         if applied is not True:
             own = gradients.without_values(grads, updated)
-            is_data = standstill.stays(
+            is_data = placing.stays(
                 gradients.blames_data(own, ops.logical_or), self._counts[1] - 1
             )
         now = self._place.move(applied, is_data)

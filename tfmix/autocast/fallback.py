@@ -179,6 +179,8 @@ class _Fallback:
     def __init__(self, layer: keras.Layer, tells: bool = True) -> None:
         self._layer = layer
         self._tells = tells
+        # Whether its code is not Keras's.
+        self._is_users = not layers.in_library(type(layer).__module__)
         self.why = ""
         # The float32 policy after a fallback.
         self._policy: keras.DTypePolicy | None = None
@@ -244,7 +246,7 @@ class _Fallback:
         Keras's own layers keep a 16-bit state, such as that of an RNN.
         """
         outside = context_values.block.get()
-        may_fall_back = self._is_users() and _may_change(self._layer)
+        may_fall_back = self._is_users and _may_change(self._layer)
         is_float32_code = self._is_float32_code()
         if (may_fall_back, is_float32_code) == (
             outside.may_fall_back,
@@ -260,10 +262,7 @@ class _Fallback:
 
         If it fell back before it was saved, its code then computes as before.
         """
-        return self._is_users() and self._layer.compute_dtype == "float32"
-
-    def _is_users(self) -> bool:
-        return not layers.in_library(type(self._layer).__module__)
+        return self._is_users and self._layer.compute_dtype == "float32"
 
     def _fall_back(self, error: Exception, undo: contextlib.ExitStack) -> None:
         """Makes the layer float32, and the layers inside ready for that."""

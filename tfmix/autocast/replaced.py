@@ -37,17 +37,26 @@ def _recomputed(original: Callable) -> Any:
     return recomputation.alike(original, stand_ins.block_as_now)
 
 
-def _unscaled(original: Callable) -> Any:
-    from tfmix.ops import jax_custom_gradients
-
-    return jax_custom_gradients.unscaled(original)
-
-
-def _staying(original: Callable) -> Any:
+if keras.backend.backend() == "tensorflow":
     from tfmix.gradient_scaling import tensorflow_border
 
-    return tensorflow_border.staying(original)
+    _OF_BACKEND: tuple[Method, ...] = (
+        # A user's gradient stays inside of a tape that a layer opens.
+        Method(tapes.TAPE, late(tensorflow_border.staying), always=True),
+        # A graph that was traced without a tape has no border.
+        Method(tapes.TRACE, late(tapes.traced_for_gradients), always=True),
+    )
+else:
+    from tfmix.ops import jax_custom_gradients
 
+    _OF_BACKEND = (
+        # Gradients are scaled inside of a model, but not those of a user's.
+        Method(
+            custom_vjp.PLACES,
+            late(jax_custom_gradients.unscaled),
+            always=True,
+        ),
+    )
 
 METHODS = (
     # It makes a copy of a variable that knows its float32 source.
@@ -81,12 +90,7 @@ METHODS = (
     ),
     # A user's gradient runs after the layer's call, under its settings.
     Method(recomputation.PLACES, late(_recomputed), always=True),
-    # Gradients are scaled inside of a model, but not those of a user's.
-    Method(custom_vjp.PLACES, late(_unscaled), always=True),
-    # A user's gradient stays inside of a tape that a layer opens.
-    Method(tapes.TAPE, late(_staying), always=True),
-    # A graph that was traced without a tape has no border.
-    Method(tapes.TRACE, late(tapes.traced_for_gradients), always=True),
+    *_OF_BACKEND,
     # Files name the optimizer that `compile` got.
     Method(
         [compile_method.OLD_FORMAT],

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -73,21 +73,6 @@ class Skips(NamedTuple):
     def are_news(self) -> bool:
         """Whether anything but a growing scale was the cause."""
         return bool(self.of_data or self.unexplained)
-
-
-def total(every: Iterable[Skips]) -> Skips:
-    """Returns the steps of several optimizers together."""
-    every = [skips for skips in every if skips.applied or skips.skipped]
-    of_data = [skips.of_data for skips in every if skips.skipped]
-    return Skips(
-        sum(skips.applied for skips in every),
-        sum(skips.skipped for skips in every),
-        None if None in of_data else sum(x or 0 for x in of_data),
-        sum(skips.unexplained for skips in every),
-        dict(pair for skips in every for pair in skips.overflows.items()),
-        next((skips.fall for skips in every if skips.fall), None),
-        all(skips.begin_last for skips in every if skips.skipped),
-    )
 
 
 def of_skips(

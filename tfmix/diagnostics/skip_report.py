@@ -4,7 +4,7 @@ import collections
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import keras
@@ -189,7 +189,7 @@ class SkipWatch(keras.callbacks.Callback):
 
     def _skips(self, now: Counts) -> skip_causes.Skips:
         """Returns the steps since the end of the last epoch."""
-        return skip_causes.total(
+        return _total(
             _skips_of(
                 optimizer.rule,
                 # Optimizers that the model holds exist from their first step
@@ -258,6 +258,21 @@ def _sums(counts: Counts) -> tuple[int, int]:
     """Returns the applied and the skipped steps of all optimizers."""
     found = counts.values()
     return sum(x.applied for x in found), sum(x.skipped for x in found)
+
+
+def _total(every: Iterable[skip_causes.Skips]) -> skip_causes.Skips:
+    """Returns the steps of several optimizers together."""
+    every = [skips for skips in every if skips.applied or skips.skipped]
+    of_data = [skips.of_data for skips in every if skips.skipped]
+    return skip_causes.Skips(
+        sum(skips.applied for skips in every),
+        sum(skips.skipped for skips in every),
+        None if None in of_data else sum(x or 0 for x in of_data),
+        sum(skips.unexplained for skips in every),
+        dict(pair for skips in every for pair in skips.overflows.items()),
+        next((skips.fall for skips in every if skips.fall), None),
+        all(skips.begin_last for skips in every if skips.skipped),
+    )
 
 
 def _skips_of(

@@ -12,9 +12,9 @@ from jax.custom_derivatives import SymbolicZero
 
 from tfmix._keras import (
     context_values,
-    custom_vjp,
     kernels,
     linear_maps,
+    tracing,
 )
 from tfmix.gradient_scaling import power
 from tfmix.ops import jax_products
@@ -112,12 +112,12 @@ class _Run:
         Args:
             *given: The arguments of the function, and the parts' results.
         """
-        state = custom_vjp.transformation()
+        state = tracing.transformation()
         known, entered = iter(self._parts), iter(given[self._count :])
         left: list[Results] = []
 
         def outside(compute: Callable, arrays: list) -> Any:
-            if custom_vjp.transformation() != state:
+            if tracing.transformation() != state:
                 _Run.is_nested = True
                 return _inside(compute, arrays)
             for made, rebuilt in known:
@@ -140,7 +140,7 @@ class _Run:
         def run(*given: Any) -> Results:
             with (
                 context_values.holding(power=by),
-                custom_vjp.traced_apart(by.up),
+                tracing.traced_apart(by.up),
             ):
                 return self(*given)
 

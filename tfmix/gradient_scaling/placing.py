@@ -31,6 +31,8 @@ from tfmix.step import guard, replicas
 _ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 # A model has rarely more than two optimizers. Further ones share a number.
 _MOST = 8
+# As many bad batches may follow one another in a loop.
+_BAD_BATCHES = 2
 # No optimizer of the default rule has a higher place.
 _HIGH = 2.0**24
 
@@ -110,6 +112,21 @@ def tell(mover: Mover, updated: Sequence, place: Any) -> None:
     for each in _of_owners(updated):
         _moved.setdefault(mover, set()).add(each)
         each.put(mover, place)
+
+
+def stays(is_data: Any, in_a_row: Any) -> Any:
+    """Returns whether the place of gradients stays after a skipped step.
+
+    A bad batch moves nothing. But clipping by a norm of one's own makes NaN of
+    all gradients after an overflow, too, so further ones in a row do move it.
+
+    Args:
+        is_data: Bool or boolean scalar tensor, whether gradients are NaN.
+        in_a_row: Integer or integer scalar tensor, the skipped steps before.
+    """
+    if is_data is False or context_values.block.get().in_fit:
+        return is_data
+    return ops.logical_and(is_data, in_a_row < _BAD_BATCHES)
 
 
 def saved_with(model: keras.Model) -> list[keras.Variable]:

@@ -731,7 +731,7 @@ class LossScaleOptimizer(
             norm = None
             if self._gradient_norm is not None:
                 norm = gradients.norm(true, variables)
-            is_data = applied is not True and standstill.stays(
+            is_data = applied is not True and placing.stays(
                 self._blames_data(
                     gradients.without_values(summed, variables), unscaled
                 ),

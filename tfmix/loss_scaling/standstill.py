@@ -8,33 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from keras import ops
 
 from tfmix import _messages
-from tfmix._keras import context_values
 from tfmix.loss_scaling import errors, rules
 
 # A scale that falls from its first value to its best one skips fewer steps.
 AFTER = 8
-# As many bad batches may follow one another in a loop.
-_BAD_BATCHES = 2
 # The error names at most this many variables.
 _MOST_NAMED = 5
-
-
-def stays(is_data: Any, in_a_row: Any) -> Any:
-    """Returns whether the place of gradients stays after a skipped step.
-
-    A bad batch moves nothing. But clipping by a norm of one's own makes NaN of
-    all gradients after an overflow, too, so further ones in a row do move it.
-
-    Args:
-        is_data: Bool or boolean scalar tensor, whether gradients are NaN.
-        in_a_row: Integer or integer scalar tensor, the skipped steps before.
-    """
-    if is_data is False or context_values.block.get().in_fit:
-        return is_data
-    return ops.logical_and(is_data, in_a_row < _BAD_BATCHES)
 
 
 def warn_of_eighth(

@@ -200,9 +200,7 @@ class Call:
                 self._see(one)
             if not self.read:
                 return value
-            return tensors.map_leaves(
-                value, lambda leaf: self.read.get(id(leaf), leaf)
-            )
+            return tensors.with_leaves(value, self.read)
         if _is_variable(kind):
             # A layer's variables of other dtypes are handed on as they came.
             dtype = str(value.dtype)
@@ -242,22 +240,14 @@ class Call:
         """Computes in 16 bit."""
         return self.op.run(self.args, self.kwargs)
 
-    def mapped(self, change: Callable[[Any], Any]) -> Any:
-        """Computes with changed arguments."""
-        return self.op.run(
-            *tensors.map_leaves((self.args, self.kwargs), change)
-        )
-
     def with_factors(self, first: Any, second: Any) -> Callable:
         """Returns the op as a function of two of its arguments."""
 
         def function(one: Any, other: Any) -> Any:
-            def changed(leaf: Any) -> Any:
-                return (
-                    one if leaf is first else other if leaf is second else leaf
-                )
-
-            return self.mapped(changed)
+            others = {id(second): other, id(first): one}
+            return self.op.run(
+                *tensors.with_leaves((self.args, self.kwargs), others)
+            )
 
         return function
 
@@ -721,7 +711,7 @@ def converted(call: Call) -> Any:
     """Casts; back in float32, a tensor is what it was before it was rounded."""
     if call.args and isinstance(call.args[0], keras.Variable):
         # A variable that is cast is a snapshot.
-        call.args = (tensors.snapshot(call.args[0]), *call.args[1:])
+        call.args = (keras_variables.read(call.args[0]), *call.args[1:])
     call.look()
     if not call.tensors:
         return made(call)

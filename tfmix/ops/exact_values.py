@@ -57,10 +57,10 @@ class Exact(NamedTuple):
     multiply: Callable | None = None
 
 
-def note(tensor: Any) -> Exact | None:
-    """Returns the note on a tensor, `None` without one."""
-    noted: Exact | None = global_state.note(tensor, NOTE)
-    return noted
+# Returns the note on a tensor, `None` without one.
+note: Callable[[Any], Exact | None] = functools.partial(
+    global_state.note, name=NOTE
+)
 
 
 def put(tensor: Any, exact: Exact) -> None:

@@ -2,7 +2,8 @@
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -130,7 +131,7 @@ def map_leaves(nest: Any, function: Callable[[Any], Any]) -> Any:
     else:
         return function(nest)
     mapped = [map_leaves(value, function) for value in values]
-    if all(new is old for new, old in zip(mapped, values, strict=True)):
+    if all(map(operator.is_, mapped, values)):
         return nest
     if hasattr(type(nest), "_fields"):
         return type(nest)(*mapped)
@@ -141,3 +142,8 @@ def map_leaves(nest: Any, function: Callable[[Any], Any]) -> Any:
     for key, value in zip(keys, mapped, strict=True):
         other[key] = value
     return other
+
+
+def with_leaves(nest: Any, others: Mapping[int, Any]) -> Any:
+    """Returns a nest with other leaves in place of some, by the `id`s."""
+    return map_leaves(nest, lambda leaf: others.get(id(leaf), leaf))

@@ -28,9 +28,6 @@ if keras.backend.backend() == "tensorflow":
 else:
     import jax
 
-# One kernel reads this many small, or large tensors together.
-_TOGETHER = 64, 8
-
 
 def all_finite(tensors: Any) -> Any:
     """Returns whether no tensor holds an infinity or a NaN.
@@ -92,7 +89,7 @@ def _not_finite(tensors: Sequence) -> Any:
 def _not_finite_alike(tensors: list) -> Any:
     """Returns flags of tensors of one shape, or of one that is apart."""
     if not _is_apart(tensors[0]):
-        return _not_finite_of_a_shape(*tensors)
+        return kernels.not_finite_alike(*tensors)
     fine = tensors[0] is None or is_finite(tensors[0])
     return ops.reshape(ops.logical_not(fine), (1,))
 
@@ -105,7 +102,7 @@ def is_finite(tensor: Any) -> Any:
     if dtype.startswith("complex"):
         parts = ops.real(tensor), ops.imag(tensor)
         return ops.logical_and(*map(is_finite, parts))
-    if not is_float(tensor):
+    if not gradients.is_float(tensor):
         return ops.convert_to_tensor(True)
     return ops.all(ops.isfinite(tensor))
 
@@ -114,25 +111,7 @@ def _is_apart(tensor: Any) -> bool:
     """Returns whether no kernel can read a tensor together with others."""
     if tensor is None or gradients.is_sparse(tensor) or None in tensor.shape:
         return True
-    return not is_float(tensor)
-
-
-def _counted_together(*tensors: Any) -> Any:
-    bad = [ops.cast(kernels.not_finite(x), "int32") for x in tensors]
-    return ops.not_equal(kernels.sums(bad, _TOGETHER), 0)
-
-
-def _by_flags(*tensors: Any) -> Any:
-    # Devices exchange a boolean for each. For a CPU, XLA compiles it sooner.
-    bad = map(kernels.not_finite, tensors)
-    return ops.stack([*map(kernels.any_true, bad)])
-
-
-VARIANTS: dict[str, Callable] = {
-    "single": _counted_together,
-    "default": _by_flags,
-}
-_not_finite_of_a_shape = kernels.by_target(**VARIANTS)
+    return not gradients.is_float(tensor)
 
 
 def _is_finite_sparse(slices: Any) -> Any:
@@ -147,12 +126,6 @@ def _is_finite_sparse(slices: Any) -> Any:
     if tracing.by_xla():
         return tf.logical_or(fits, by_rows())
     return tf.cond(fits, lambda: tf.constant(True), by_rows)
-
-
-def is_float(tensor: Any) -> bool:
-    """Returns whether a tensor or variable holds real floats."""
-    dtype = keras.backend.standardize_dtype(tensor.dtype)
-    return keras.backend.is_float_dtype(dtype)
 
 
 def apply_if_finite(
@@ -233,7 +206,7 @@ def written(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
 
     The others are left alone, because XLA would copy each.
     """
-    return [pair for pair in pairs if _may_be_written(*pair)]
+    return [pair for pair in pairs if keras_variables.may_differ(*pair)]
 
 
 def by_variable(bad: Any, optimizer: Any, variables: Sequence) -> Any:
@@ -286,14 +259,6 @@ def _known(condition: Any) -> Any:
     if isinstance(condition, bool):
         return condition
     return condition if tracing.is_symbolic(condition) else bool(condition)
-
-
-def _may_be_written(variable: Any, old: Any) -> bool:
-    value = keras_variables.backend_variable(variable)
-    if hasattr(value, "handle"):
-        return keras_variables.may_be_written(value)
-    # The value is JAX's, or belongs to a scope that holds variables' values.
-    return value is not old
 
 
 def _flags(grads: list) -> Any:

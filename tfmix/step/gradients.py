@@ -210,6 +210,12 @@ def blames_data(gradients: Sequence, both: Callable) -> Any:
     return both(first, last)
 
 
+def is_float(tensor: Any) -> bool:
+    """Returns whether a tensor or variable holds real floats."""
+    dtype = keras.backend.standardize_dtype(tensor.dtype)
+    return keras.backend.is_float_dtype(dtype)
+
+
 def is_sparse(tensor: Any) -> bool:
     """Returns whether `tensor` is a `tf.IndexedSlices`, without TensorFlow."""
     return hasattr(tensor, "values") and hasattr(tensor, "dense_shape")

@@ -30,7 +30,7 @@ from tfmix._keras import (
     training,
 )
 from tfmix._keras import variables as keras_variables
-from tfmix.step import finite, replicas
+from tfmix.step import finite, gradients, replicas
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
@@ -214,7 +214,13 @@ def note_update(variables: Iterable) -> None:
             a search for flat minima does, the optimizer does not own it alone.
     """
     if (step := around()) is not None:
-        step.updated |= {id(v) for v in variables if not _is_written(v)}
+        # It is not known for an eager step, or under JAX.
+        on_tensorflow = keras.backend.backend() == "tensorflow"
+        step.updated |= {
+            id(variable)
+            for variable in variables
+            if not (on_tensorflow and keras_variables.may_be_written(variable))
+        }
 
 
 def report(applied: Any) -> None:
@@ -296,12 +302,6 @@ def _any(flags: list) -> Any:
     return functools.reduce(ops.logical_or, flags) if flags else False
 
 
-def _is_written(variable: Any) -> bool:
-    # It is not known for an eager step, or under JAX.
-    on_tensorflow = keras.backend.backend() == "tensorflow"
-    return on_tensorflow and keras_variables.may_be_written(variable)
-
-
 class _Guard:
     """The guard of one model, which wraps its methods."""
 
@@ -323,32 +323,31 @@ class _Guard:
     def _on_tensorflow(
         self, original: Callable, *args: Any, **kwargs: Any
     ) -> Any:
+        watched = self._watched()
         before = {
-            id(variable): keras_variables.read(variable)
-            for variable in map(
-                keras_variables.backend_variable, self._watched()
-            )
+            id(keras_variables.stored(variable)): keras_variables.read(variable)
+            for variable in watched
         }
 
         def note(create: Callable, **kwargs: Any) -> Any:
             variable = create(**kwargs)
             if not kwargs.get("trainable"):
-                before[id(variable)] = keras_variables.read(variable)
+                before[id(variable)] = variable.value()
             return variable
-
-        def old(variable: Any) -> Any:
-            return before.get(id(keras_variables.backend_variable(variable)))
 
         counter = None if self._applies_once() else self._counter
         # A model, or a metric, may be built in its first step.
-        with tf.variable_creator_scope(note), self._step(counter) as step:
+        with (
+            tf.variable_creator_scope(note),
+            self._step(watched, counter) as step,
+        ):
             logs = original(*args, **kwargs)
             outcome = step.outcome()
-        return self._put_back(step, outcome, old, logs)
+        return self._put_back(step, outcome, before, logs)
 
     def _on_jax(self, original: Callable, *args: Any, **kwargs: Any) -> tuple:
         model = self._model
-        with self._step() as step:
+        with self._step(self._watched()) as step:
             logs, after = original(*args, **kwargs)
         order = training.STEP_ON_JAX
         state = _arguments.of_call(order, args, kwargs, "state")
@@ -364,8 +363,8 @@ class _Guard:
             mapping += zip(group, new, strict=True)
             before |= zip(map(id, group), old, strict=True)
 
-        def held(variable: Any) -> Any:
-            return before.get(id(variable))
+        def held(variable: keras.Variable) -> Any:
+            return before[id(variable)]
 
         with keras.StatelessScope(state_mapping=mapping) as scope:
             value = scope.get_current_value
@@ -374,7 +373,7 @@ class _Guard:
                 outcome = of_optimizer(
                     model.optimizer, step.is_own, held, value
                 )
-            logs = self._put_back(step, outcome, held, logs)
+            logs = self._put_back(step, outcome, before, logs)
         return logs, tuple([*map(value, group)] for group in groups)
 
     def _applies_once(self) -> bool:
@@ -383,18 +382,19 @@ class _Guard:
         is_own = training.has_own_step(model)
         return not is_own and optimizers.is_applied_in_place(model.optimizer)
 
-    def _step(self, counter: Any = None) -> contextlib.AbstractContextManager:
+    def _step(
+        self, watched: Iterable, counter: Any = None
+    ) -> contextlib.AbstractContextManager:
         """Records what the `apply`s of a block do, in a `Step`."""
         if self.asked_for:
             _check_optimizer(self._model)
-        watched = map(id, self._watched())
-        return step(self._model, counter, watched)
+        return step(self._model, counter, map(id, watched))
 
     def _put_back(
         self,
         step: Step,
         outcome: Outcome,
-        old: Callable,
+        before: Mapping[int, Any],
         logs: Any,
     ) -> Any:
         """Undoes a skipped step; returns the logs of the step.
@@ -402,13 +402,17 @@ class _Guard:
         Args:
             step: The record of the step.
             outcome: What its `apply`s did.
-            old: Returns a variable's value before the step, or `None`.
+            before: The values before the step, by the `id`s of variables as
+                the backend stores them.
             logs: What the step returned, of any structure.
         """
 
         def pairs(variables: Iterable) -> list:
-            known = [(v, old(v)) for v in variables if old(v) is not None]
-            return finite.written((_local(v), value) for v, value in known)
+            stored = [*map(keras_variables.stored, variables)]
+            known = [v for v in stored if id(v) in before]
+            return finite.written(
+                [(keras_variables.local(v), before[id(v)]) for v in known]
+            )
 
         watched = pairs(v for v in self._watched() if id(v) not in step.updated)
         with replicas.one_replica(self._model.metrics_variables):
@@ -436,7 +440,9 @@ class _Guard:
         """
         applied, skipped = outcome
         of_layers = [
-            pairs(filter(_is_watched, layer.non_trainable_variables))
+            pairs(
+                filter(keras_variables.is_state, layer.non_trainable_variables)
+            )
             for layer in self._model.layers
         ]
         lost = [_any_lost(of_layer) for of_layer in of_layers]
@@ -479,7 +485,7 @@ class _Guard:
         """
         # Outside of compiled steps, Keras 3.12 has made Python numbers of them.
         own = ops.convert_to_tensor(own)
-        if finite.is_float(own):
+        if gradients.is_float(own):
             own = ops.where(ops.logical_or(stays, fine), own, float("nan"))
         if counts := self._counts():
             empty = [ops.equal(count, 0) for count in counts]
@@ -512,7 +518,11 @@ class _Guard:
         own = training.weights_of_own_step(self._model)
         unlisted = layers.unlisted_variables(self._model)
         others = [*self._model.non_trainable_variables, *unlisted]
-        return [*filter(_is_watched, others), *self._reported(), *own]
+        return [
+            *filter(keras_variables.is_state, others),
+            *self._reported(),
+            *own,
+        ]
 
     def _reported(self) -> list[keras.Variable]:
         metrics = training.metrics(self._model)
@@ -547,12 +557,12 @@ def _mended(pairs: list) -> list:
     before the step, the group is lost: the zeros that the step has written
     stay, and so do its integers, such as the number of batches.
     """
-    floats = [old for _, old in pairs if finite.is_float(old)]
+    floats = [old for _, old in pairs if gradients.is_float(old)]
     begins_lost = ops.logical_not(finite.all_finite(floats))
 
     def mended(variable: Any, old: Any) -> Any:
         new = keras_variables.read(variable)
-        stays = _is_lost(new, old) if finite.is_float(old) else begins_lost
+        stays = _is_lost(new, old) if gradients.is_float(old) else begins_lost
         return ops.where(stays, new, old)
 
     return [(variable, mended(variable, old)) for variable, old in pairs]
@@ -592,8 +602,11 @@ def kept_finite(
     # Values are compared as they are stored, not as 16-bit layers read them.
     with keras_variables.autocast(None):
         before = [
-            (_local(v), keras_variables.read(v))
-            for v in filter(_is_watched, variables)
+            (
+                keras_variables.local(keras_variables.stored(v)),
+                keras_variables.read(v),
+            )
+            for v in filter(keras_variables.is_state, variables)
         ]
     outputs = call(*args, **kwargs)
     one_by_one = step is not None and not step.is_own and tracing.by_xla()
@@ -605,7 +618,7 @@ def kept_finite(
             return outputs
         for variable, old in written:
             # This is fused with the kernel that computes the value.
-            if finite.is_float(old):
+            if gradients.is_float(old):
                 new = keras_variables.read(variable)
                 variable.assign(ops.where(_is_lost(old, new), old, new))
     return outputs
@@ -617,7 +630,7 @@ def _any_lost(written: list) -> Any:
     Args:
         written: Variables, each with its value before.
     """
-    floats = [(v, old) for v, old in written if finite.is_float(old)]
+    floats = [(v, old) for v, old in written if gradients.is_float(old)]
     if not floats:
         return False
     new = [keras_variables.read(variable) for variable, _ in floats]
@@ -637,18 +650,3 @@ def _any_lost(written: list) -> Any:
 def _is_lost(old: Any, new: Any) -> Any:
     was_finite = ops.isfinite(old)
     return ops.logical_and(was_finite, ops.logical_not(ops.isfinite(new)))
-
-
-def _local(variable: Any) -> Any:
-    """Returns this replica's copy of a variable (TensorFlow)."""
-    on_jax = keras.backend.backend() == "jax"
-    held = variable if on_jax else keras_variables.backend_variable(variable)
-    return keras_variables.local(held)
-
-
-def _is_watched(variable: Any) -> bool:
-    # Seeds keep their new values. The user's own are unsigned, as JAX's are.
-    if keras_variables.is_seed(variable):
-        return False
-    dtype = str(keras.backend.standardize_dtype(variable.dtype))
-    return dtype.startswith(("float", "bfloat", "int", "bool"))
