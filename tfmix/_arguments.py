@@ -1,8 +1,8 @@
-"""Checks arguments, and finds them by name in a call."""
+"""Checks arguments."""
 
 import difflib
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
@@ -71,38 +71,3 @@ def did_you_mean(
     letters = sorted(str(name))
     close.sort(key=lambda word: sorted(word) != letters)
     return f" Did you mean {meant[close[0]]!r}?" if close else ""
-
-
-def of_call(
-    order: Sequence[str],
-    args: Sequence,
-    kwargs: Mapping,
-    name: str,
-    default: Any = None,
-) -> Any:
-    """Returns an argument of a call, or its default.
-
-    Args:
-        order: The names of the arguments in the function of Keras's own. What
-            others have put in its place may be a `(*args, **kwargs)`, or name
-            only a few.
-        args: The positional arguments of the call.
-        kwargs: Its keyword arguments.
-        name: The argument's name.
-        default: The value if the call lacks the argument.
-    """
-    given = dict(zip(order, args, strict=False))
-    return {**kwargs, **given}.get(name, default)
-
-
-def put_in_call(
-    order: Sequence[str], args: Sequence, kwargs: Mapping, name: str, value: Any
-) -> tuple[tuple, dict]:
-    """Returns a call's arguments with one of them changed or added.
-
-    What came by position stays there, and what came by name keeps its name.
-    """
-    place = order.index(name)
-    if place < len(args):
-        return (*args[:place], value, *args[place + 1 :]), dict(kwargs)
-    return tuple(args), {**kwargs, name: value}

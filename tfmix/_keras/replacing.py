@@ -9,7 +9,7 @@ import contextlib
 import functools
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -121,6 +121,41 @@ _COMPILED = {
     "make_train_function": "train_step",
     "make_test_function": "test_step",
 }
+
+
+def argument(
+    order: Sequence[str],
+    args: Sequence,
+    kwargs: Mapping,
+    name: str,
+    default: Any = None,
+) -> Any:
+    """Returns an argument of a call, or its default.
+
+    Args:
+        order: The names of the arguments in the function of Keras's own. What
+            others have put in its place may be a `(*args, **kwargs)`, or name
+            only a few.
+        args: The positional arguments of the call.
+        kwargs: Its keyword arguments.
+        name: The argument's name.
+        default: The value if the call lacks the argument.
+    """
+    given = dict(zip(order, args, strict=False))
+    return {**kwargs, **given}.get(name, default)
+
+
+def with_argument(
+    order: Sequence[str], args: Sequence, kwargs: Mapping, name: str, value: Any
+) -> tuple[tuple, dict]:
+    """Returns a call's arguments with one of them changed or added.
+
+    What came by position stays there, and what came by name keeps its name.
+    """
+    place = order.index(name)
+    if place < len(args):
+        return (*args[:place], value, *args[place + 1 :]), dict(kwargs)
+    return tuple(args), {**kwargs, name: value}
 
 
 class Part(Protocol):

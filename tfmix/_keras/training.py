@@ -10,7 +10,6 @@ import keras
 from keras.src.trainers import compile_utils
 from keras.src.trainers import trainer as trainers
 
-from tfmix import _arguments
 from tfmix._keras import layers, replacing, version
 
 # This class gives models `compile` and `fit`.
@@ -72,7 +71,7 @@ def model_in_step(callback: keras.callbacks.Callback) -> keras.Model:
 
 def callbacks(method: str, args: tuple, kwargs: dict) -> list:
     """Returns the callbacks that a call of `fit` or the like has."""
-    given = _arguments.of_call(ORDERS[method], args, kwargs, "callbacks")
+    given = replacing.argument(ORDERS[method], args, kwargs, "callbacks")
     return keras.tree.flatten(getattr(given, "callbacks", given) or [])
 
 

@@ -13,11 +13,12 @@ import keras
 import numpy as np
 from keras import ops
 
-from tfmix import _arguments, _messages
+from tfmix import _messages
 from tfmix._keras import (
     context_values,
     files,
     optimizers,
+    replacing,
     tracing,
     training,
 )
@@ -26,7 +27,7 @@ from tfmix.gradient_scaling import placing
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.loss_scaling import rules, standstill
 from tfmix.optimizers import sixteen_bit_optimizer
-from tfmix.step import finite, gradients, guard, replicas, take
+from tfmix.step import finite, gradients, guard, replicas
 
 # The arguments of these methods.
 _ORDER = "grads", "trainable_variables"
@@ -243,7 +244,7 @@ def applying(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
-        of_call = functools.partial(_arguments.of_call, _ORDER, args, kwargs)
+        of_call = functools.partial(replacing.argument, _ORDER, args, kwargs)
         grads, variables = of_call("grads", ()), of_call("trainable_variables")
         is_mine = not (
             finite.is_chosen()
@@ -279,7 +280,7 @@ def _apply(
         skips.count(applied, bad)
         skips.move(applied, summed, these)
 
-    applied = take.take(
+    applied = finite.take(
         optimizer,
         grads,
         these,

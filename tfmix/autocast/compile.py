@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 
-from tfmix import _arguments, _formats, _messages
+from tfmix import _formats, _messages
 from tfmix._keras import (
     compile_method,
     context_values,
@@ -89,7 +89,7 @@ def _compile(
 ) -> None:
     """Compiles a model by Keras's method, then changes its optimizer."""
     of_call = functools.partial(
-        _arguments.of_call, training.ORDERS["compile"], args, kwargs
+        replacing.argument, training.ORDERS["compile"], args, kwargs
     )
     wanted, given = of_call("auto_scale_loss", True), of_call("optimizer")
     refuse_two_scales(given)

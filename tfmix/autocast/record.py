@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from tfmix import _arguments, _formats, _messages
+from tfmix import _formats, _messages
 from tfmix._keras import (
     compile_method,
     context_values,
@@ -217,7 +217,7 @@ class _MixedModel:
         if keras.backend.backend() == "tensorflow":
             return optimizer.place()
         order = training.STEP_ON_JAX
-        _, _, values, _ = _arguments.of_call(order, args, kwargs, "state")
+        _, _, values, _ = replacing.argument(order, args, kwargs, "state")
         with keras.StatelessScope(optimizer.checked_mapping(values)):
             return optimizer.place()
 
@@ -248,7 +248,7 @@ class _MixedModel:
         """Lists below the table which layers fell back to float32."""
         shown = original(*args, **kwargs)
         order = training.ORDERS["summary"]
-        show = _arguments.of_call(order, args, kwargs, "print_fn") or print
+        show = replacing.argument(order, args, kwargs, "print_fn") or print
         for note in fallback.reasons(self._model):
             show(f" {note}")
         for layer, why in chosen_layers.reasons(self._model).items():

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import keras
 
-from tfmix import _arguments
-from tfmix._keras import context_values, training
+from tfmix._keras import context_values, replacing, training
 from tfmix._keras import variables as keras_variables
 from tfmix.autocast import bare_optimizers
 from tfmix.diagnostics import progress_bar, skip_causes
@@ -96,7 +95,7 @@ class SkipWatch(keras.callbacks.Callback):
     def read(self, args: tuple, kwargs: dict) -> None:
         """Notes the data among the arguments of a `fit`."""
         of_call = functools.partial(
-            _arguments.of_call, training.ORDERS["fit"], args, kwargs
+            replacing.argument, training.ORDERS["fit"], args, kwargs
         )
         self.data = {name: of_call(name) for name in _DATA}
         self.batch_size = of_call("batch_size")

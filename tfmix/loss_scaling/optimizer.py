@@ -21,7 +21,7 @@ from tfmix._keras import variables as keras_variables
 from tfmix.gradient_scaling import model_call, placing
 from tfmix.loss_scaling import inner_attributes, rules, saving, standstill
 from tfmix.ops import tensors
-from tfmix.step import gradients, guard, replicas, take
+from tfmix.step import finite, gradients, guard, replicas
 
 # Keras's class uses these names for a loss scale's state, so that tfmix can
 # read a checkpoint of either.
@@ -751,7 +751,7 @@ class LossScaleOptimizer(
                 )
 
         by_scale = functools.partial(gradients.unscaled, scale=current)
-        take.take(
+        finite.take(
             self,
             grads,
             variables,

@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from tfmix import _arguments
-from tfmix._keras import op_places, tracing
+from tfmix._keras import op_places, replacing, tracing
 from tfmix.ops import compute, tensors
 
 
@@ -26,7 +25,7 @@ def attended(call: compute.Call) -> Any:
     order = [*inspect.signature(call.op.original).parameters]
     given = call.args, call.kwargs
     query, key, scale = (
-        _arguments.of_call(order, *given, name)
+        replacing.argument(order, *given, name)
         for name in ("query", "key", "scale")
     )
     if scale is None:
@@ -36,7 +35,7 @@ def attended(call: compute.Call) -> Any:
         # A power of two rounds nothing. Logits may reach a million.
         power = 2.0 ** (math.floor(math.log2(scale)) - 4)
         for name, value in (("query", query * power), ("scale", scale / power)):
-            given = _arguments.put_in_call(order, *given, name, value)
+            given = replacing.with_argument(order, *given, name, value)
     return call.op.run(*given)
 
 

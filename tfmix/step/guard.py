@@ -350,7 +350,7 @@ class _Guard:
         with self._step(self._watched()) as step:
             logs, after = original(*args, **kwargs)
         order = training.STEP_ON_JAX
-        state = _arguments.of_call(order, args, kwargs, "state")
+        state = replacing.argument(order, args, kwargs, "state")
         groups = (
             model.trainable_variables,
             model.non_trainable_variables,
