@@ -21,7 +21,6 @@ from tfmix._keras import (
     custom_vjp,
     global_state,
     op_places,
-    operators,
     replacing,
     tapes,
     training,
@@ -54,7 +53,7 @@ class Comparison:
                 *tapes.CUSTOM,
                 *tapes.TAPE,
                 *tapes.TRACE,
-                *operators.PLACES,
+                *op_places.OPERATORS,
             )
         )
         self._owners = [*replaced_names.owners(), wrapper, *beside]

@@ -1,4 +1,4 @@
-"""Finds the functions behind `keras.ops` that compute each op.
+"""Finds the functions that compute each op: Keras's, and operators of tensors.
 
 Keras looks up every backend function (`backend.numpy.sum`) in each call, so a
 copy in place of the module `backend.numpy` reaches every caller. Ops composed
@@ -54,6 +54,57 @@ ATTENTION_METHODS: tuple[replacing.Place, ...] = tuple(
     )
     if _ATTENTION_METHOD in vars(layer)
 )
+
+
+# The op that an operator computes, and whether its factors are in reverse.
+_OPERATORS = {
+    "__add__": ("add", False),
+    "__radd__": ("add", True),
+    "__sub__": ("subtract", False),
+    "__rsub__": ("subtract", True),
+    "__mul__": ("multiply", False),
+    "__rmul__": ("multiply", True),
+    "__truediv__": ("divide", False),
+    "__rtruediv__": ("divide", True),
+    "__floordiv__": ("floor_divide", False),
+    "__rfloordiv__": ("floor_divide", True),
+    "__mod__": ("mod", False),
+    "__rmod__": ("mod", True),
+    "__pow__": ("power", False),
+    "__rpow__": ("power", True),
+    "__matmul__": ("matmul", False),
+    "__rmatmul__": ("matmul", True),
+    "__neg__": ("negative", False),
+    "__abs__": ("abs", False),
+    "__getitem__": ("get_item", False),
+}
+
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
+
+    _TENSORS: tuple[type, ...] = (tf.Tensor,)
+    _FUNCTIONS: dict[replacing.Place, str] = {
+        (tf, "where"): "where",
+        (tf, "constant"): "convert_to_tensor",
+        (tf, "cast"): "cast",
+    }
+else:
+    import jax
+    from jax._src.array import ArrayImpl
+
+    _TENSORS = (ArrayImpl, jax.core.Tracer)
+    _FUNCTIONS = {(jax.numpy, "where"): "where"}
+
+# Each place of an operator, or of a function beside these, with the op that it
+# computes and whether its factors are in reverse.
+OPERATORS: dict[replacing.Place, tuple[str, bool]] = {
+    **{
+        (tensor, name): op
+        for tensor in _TENSORS
+        for name, op in _OPERATORS.items()
+    },
+    **{place: (name, False) for place, name in _FUNCTIONS.items()},
+}
 
 
 def is_op(name: str) -> bool:

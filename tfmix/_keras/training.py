@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -39,6 +39,30 @@ STEP_ON_JAX = "state", "data"
 # TensorFlow's trainer calls the second before that.
 BUILD = "_symbolic_build"
 BEFORE_TRACING = "_maybe_symbolic_build"
+
+
+def _own_classes(base: type[Any], method: str) -> Iterator[type]:
+    """Yields Keras's own subclasses that define a method themselves."""
+    for subclass in base.__subclasses__():
+        if subclass.__module__.startswith("keras.src."):
+            if inspect.isfunction(vars(subclass).get(method)):
+                yield subclass
+            yield from _own_classes(subclass, method)
+
+
+# These methods add penalties to a loss: regularizers and added losses.
+PENALTIES: tuple[replacing.Place, ...] = (
+    *(
+        (regularizer, "__call__")
+        for regularizer in _own_classes(
+            keras.regularizers.Regularizer, "__call__"
+        )
+    ),
+    (keras.Layer, "add_loss"),
+    # It sums the added losses. Those from before tfmix was active may be
+    # 16-bit, and TensorFlow cannot add them to the compiled loss.
+    (TRAINER, "_aggregate_additional_loss"),
+)
 
 
 def has_own_step(model: keras.Model) -> bool:

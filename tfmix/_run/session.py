@@ -19,7 +19,7 @@ import keras
 import rich.console
 
 from tfmix import _messages
-from tfmix._keras import global_state, layers, memory, replacing
+from tfmix._keras import global_state, layers, replacing
 from tfmix._run import report, steps
 from tfmix.autocast import fallback, global_policy, record
 from tfmix.diagnostics import skip_report
@@ -250,7 +250,7 @@ class _Session:
             # A GPU computes while the CPU waits or does something else.
             blocks=blocks if is_cpu else blocks[:1],
             first_seconds=None if group is None else group.first,
-            peak_bytes=memory.peak(),
+            peak_bytes=_peak_bytes(),
             loss=None if last is None else last.loss(),
             float32_layers=dict(kinds.most_common()),
             layers=len(found),
@@ -333,3 +333,18 @@ def _read(path: str) -> report.Run:
     # JSON has a loss that is not finite as a string.
     loss = None if run["loss"] is None else float(run["loss"])
     return report.Run(**{**run, "loss": loss})
+
+
+def _peak_bytes() -> int | None:
+    """Returns the most bytes used on the first accelerator so far, if known."""
+    if keras.backend.backend() == "jax":
+        import jax
+
+        stats = jax.local_devices()[0].memory_stats() or {}
+        return stats.get("peak_bytes_in_use")
+    import tensorflow as tf
+
+    if not tf.config.list_logical_devices("GPU"):
+        return None
+    peak: int = tf.config.experimental.get_memory_info("GPU:0")["peak"]
+    return peak

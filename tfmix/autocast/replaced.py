@@ -16,9 +16,9 @@ from tfmix._keras import (
     custom_vjp,
     layers,
     op_places,
-    penalties,
     replacing,
     tapes,
+    training,
 )
 from tfmix._keras import variables as keras_variables
 from tfmix.autocast import bare_optimizers, fallback
@@ -76,7 +76,7 @@ METHODS = (
         always=True,
     ),
     # Regularizers and added losses exceed float16.
-    Method(penalties.PLACES, exact_values.with_float32_arguments),
+    Method(training.PENALTIES, exact_values.with_float32_arguments),
     # A step whose gradients are not finite is skipped.
     Method(
         functools.partial(

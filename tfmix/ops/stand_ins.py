@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from tfmix._keras import (
     context_values,
     op_places,
-    operators,
     replacing,
 )
 from tfmix.ops import compute, losses_from_logits, table
@@ -141,7 +140,7 @@ def _makers_for(names: frozenset[str]) -> dict[replacing.Place, Maker]:
     ops = set(names) - {policies.SIXTEEN_BIT}
     if policies.SIXTEEN_BIT in names:
         ops |= set(table.OPS)
-        for place, (name, is_reversed) in operators.PLACES.items():
+        for place, (name, is_reversed) in op_places.OPERATORS.items():
             makers[place] = functools.partial(
                 _of_op, name=name, is_reversed=is_reversed
             )
