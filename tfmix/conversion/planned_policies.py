@@ -7,7 +7,7 @@ import keras
 
 from tfmix import _formats
 from tfmix._keras import graphs, layers
-from tfmix.autocast import fallback, new_layers
+from tfmix.autocast import fallback
 from tfmix.policy import float32_layers
 from tfmix.policy import policy as policies
 
@@ -169,7 +169,7 @@ class _Planner:
         dtypes = (layer.compute_dtype, layer.variable_dtype)
         if any(dtype not in _formats.LIMITS for dtype in dtypes):
             return _OWN
-        chosen = new_layers.is_chosen(layer) or fallback.reason(layer)
+        chosen = layers.marks(layer).by_policy or fallback.reason(layer)
         deliberate = self._mixed_before and not chosen
         if deliberate and current.name == "float32" and not self._is_float32:
             return _OWN
