@@ -59,9 +59,7 @@ def choose(variable: keras.Variable, multiply: Multiply | None) -> None:
     layers.put(variable, _CHOSEN, multiply)
 
 
-def copied(
-    original: Callable, variable: Any, value: Any, dtype: str
-) -> Any:
+def copied(original: Callable, variable: Any, value: Any, dtype: str) -> Any:
     """Returns the 16-bit copy of a variable for a layer that reads it."""
     # Copies of symbols get no notes, so that ops leave them to Keras.
     if not context_values.active_rules() or global_state.on_shapes_only():
