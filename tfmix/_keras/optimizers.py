@@ -1,6 +1,7 @@
 """The parts of Keras's optimizers that tfmix reaches into."""
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -68,10 +69,11 @@ def workers(optimizer: Optimizer) -> list[Optimizer]:
     return getattr(optimizer, "optimizers", [optimizer])
 
 
-def key(variable: Any) -> Any:
-    """Returns an optimizer's key for a variable or a replica's copy of it."""
-    # The method does not use `self`.
-    return keras.optimizers.Optimizer._var_key(None, variable)
+# Returns an optimizer's key for a variable, or for a replica's copy of one. The
+# method does not use `self`.
+key: Callable[[Any], Any] = functools.partial(
+    keras.optimizers.Optimizer._var_key, None
+)
 
 
 def add_variable(optimizer: Optimizer, **settings: Any) -> keras.Variable:

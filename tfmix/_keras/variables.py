@@ -475,6 +475,28 @@ def outside_of_tracing(
     return _lifted() if ready else contextlib.nullcontext()
 
 
+def noting_new(
+    values: dict[int, Any],
+) -> contextlib.AbstractContextManager[None]:
+    """Notes the first values of variables that a block makes (TensorFlow).
+
+    Args:
+        values: Gets the value of each that is not trained, by the `id` of the
+            `tf.Variable`.
+    """
+
+    def note(create: Callable, **kwargs: Any) -> Any:
+        variable = create(**kwargs)
+        if not kwargs.get("trainable"):
+            values[id(variable)] = variable.value()
+        return variable
+
+    scope: contextlib.AbstractContextManager[None] = tf.variable_creator_scope(
+        note
+    )
+    return scope
+
+
 @contextlib.contextmanager
 def _lifted() -> Iterator[None]:
     """Creates variables as eager code does, within a traced function."""

@@ -39,15 +39,15 @@ def keep_exact(layer: keras.Layer) -> None:
         _wrap(layer, call=_look_up_behind_casts)
     elif isinstance(layer, keras.Sequential):
         # Each of its layers casts its own inputs.
-        _use_converter(layer, _pass_on)
+        _use_converter(layer, exact_values.pass_on)
     elif isinstance(layer, keras.layers.Masking):
-        _use_converter(layer, _remember)
+        _use_converter(layer, exact_values.remember)
         call = functools.partial(_mask_exactly, layer)
         _wrap(layer, call=call, compute_mask=_compute_exact_mask)
     elif isinstance(layer, keras.layers.SpectralNormalization):
         _wrap(layer, call=_read_as_stored)
     elif not layers.takes_casts(layer):
-        _use_converter(layer, _remember)
+        _use_converter(layer, exact_values.remember)
 
 
 def begin_exact(model: keras.Model) -> None:
@@ -79,7 +79,7 @@ def make_float32(layer: keras.Layer) -> None:
 
 def look_behind_casts(layer: keras.Layer) -> None:
     """Gives a float32 layer its inputs as they were before a cast."""
-    _use_converter(layer, _recover)
+    _use_converter(layer, exact_values.recover)
 
 
 def forget_exact(layer: keras.Layer) -> None:
@@ -96,27 +96,6 @@ def _use_converter(layer: keras.Layer, convert: Callable) -> None:
     original = functools.partial(type(policy).convert_input, policy)
     convert = functools.partial(convert, original)
     layers.change_policy(layer, **{_CONVERT: convert})
-
-
-def _remember(original: Callable, x: Any, autocast: bool, dtype: str) -> Any:
-    x = keras_variables.unwrap(x)
-    tensor = original(x, False, dtype)
-    converted = original(tensor, autocast, dtype)
-    if converted is not tensor:
-        exact_values.note_cast(x, converted, tensor)
-    return converted
-
-
-def _recover(original: Callable, x: Any, autocast: bool, dtype: str) -> Any:
-    exact = exact_values.before_cast(x)
-    converted = original(exact, autocast, dtype)
-    if converted is not exact:
-        layers.copy_mask(exact, converted)
-    return converted
-
-
-def _pass_on(original: Callable, x: Any, autocast: bool, dtype: str) -> Any:
-    return original(exact_values.before_cast(x), False, dtype)
 
 
 def _behind_cast(x: Any) -> Any:

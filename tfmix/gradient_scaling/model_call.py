@@ -390,9 +390,10 @@ def _attributes(
                 is_dict = isinstance(value, dict)
                 walk(value, value if is_dict else range(len(value)))
 
-    for owner in owners:
-        attributes = getattr(owner, "__dict__", {})
-        walk(attributes, layers.users_attributes(attributes))
+    every = [getattr(owner, "__dict__", {}) for owner in owners]
+    names = [*map(layers.users_attributes, every)]
+    for attributes, of_user in zip(every, names, strict=True):
+        walk(attributes, of_user)
     return held
 
 

@@ -212,7 +212,8 @@ class LossScaleOptimizer(
         if not all(map(keras_variables.is_host_readable, variables)):
             return self.rule_scale()
         # NumPy cannot read a mirrored value inside a strategy's scope.
-        state = self._state_type(*map(_host, variables))
+        values = map(keras_variables.host_value, variables)
+        state = self._state_type(*values)
         return float(self.rule.current(state))
 
     @loss_scale.setter

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import keras
 
 from tfmix._keras import global_state, layers, tapes
+from tfmix._keras import variables as keras_variables
 from tfmix.ops import tensors
 
 # A 16-bit tensor carries this note: an `Exact`.
@@ -165,6 +166,33 @@ def before_cast(x: Any) -> Any:
     if found is not original:
         layers.copy_mask(original, found)
     return found
+
+
+# These convert an input of a layer, by Keras's `convert_input`.
+
+
+def remember(original: Callable, x: Any, autocast: bool, dtype: str) -> Any:
+    """Notes on what a layer casts what it was before."""
+    x = keras_variables.unwrap(x)
+    tensor = original(x, False, dtype)
+    converted = original(tensor, autocast, dtype)
+    if converted is not tensor:
+        note_cast(x, converted, tensor)
+    return converted
+
+
+def recover(original: Callable, x: Any, autocast: bool, dtype: str) -> Any:
+    """Gives a layer what it gets as it was before another layer cast it."""
+    exact = before_cast(x)
+    converted = original(exact, autocast, dtype)
+    if converted is not exact:
+        layers.copy_mask(exact, converted)
+    return converted
+
+
+def pass_on(original: Callable, x: Any, autocast: bool, dtype: str) -> Any:
+    """Gives a layer, which casts nothing, what it gets as it was before."""
+    return original(before_cast(x), False, dtype)
 
 
 def as_float32_input(value: Any) -> Any:

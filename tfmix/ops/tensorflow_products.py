@@ -35,6 +35,7 @@ Gradient = Callable[[Any, Any], Any]
 # A graph holds its divided factors under this name, and a gradient the tensor
 # and the power of two that it is the product of.
 _QUOTIENTS, _PARTS = "_tfmix_quotients", "_tfmix_parts"
+_wide = functools.partial(kernels.cast, dtype=tf.float32)
 
 
 def _on_local(compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -412,7 +413,3 @@ def _shape(tensor: Any) -> list:
         return list(known)
     sizes = tf.shape(tensor)
     return [sizes[n] if size is None else size for n, size in enumerate(known)]
-
-
-def _wide(tensor: Any) -> Any:
-    return kernels.cast(tensor, tf.float32)

@@ -12,6 +12,8 @@ from tfmix import _formats
 from tfmix._keras import kernels
 from tfmix._keras import variables as keras_variables
 
+cast = kernels.cast
+
 
 def float_dtype(value: Any) -> str:
     """Returns a tensor's float dtype, "sparse" if it is that, else ""."""
@@ -61,11 +63,6 @@ def snapshot(value: Any) -> Any:
     # TensorFlow's variable is a reference, which later assignments change.
     is_variable = isinstance(value, keras.Variable)
     return keras_variables.read(value) if is_variable else value
-
-
-def cast(tensor: Any, dtype: str) -> Any:
-    """Casts a tensor, by the backend's own function."""
-    return kernels.cast(tensor, dtype)
 
 
 def to_float32(value: Any) -> Any:

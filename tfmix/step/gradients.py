@@ -52,11 +52,10 @@ def unscaled(grads: Sequence, variables: Sequence, scale: Any) -> list:
 def _of_gradients(
     function: Callable[[Any], Any], grads: Sequence, variables: Sequence
 ) -> list:
+    kept = [*map(keras_variables.is_overwritten, variables)]
     return [
-        gradient
-        if gradient is None or keras_variables.is_overwritten(variable)
-        else function(gradient)
-        for gradient, variable in zip(grads, variables, strict=True)
+        gradient if gradient is None or is_kept else function(gradient)
+        for gradient, is_kept in zip(grads, kept, strict=True)
     ]
 
 

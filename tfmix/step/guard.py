@@ -32,9 +32,6 @@ from tfmix._keras import (
 from tfmix._keras import variables as keras_variables
 from tfmix.step import finite, gradients, replicas
 
-if keras.backend.backend() == "tensorflow":
-    import tensorflow as tf
-
 
 def guard(model: keras.Model) -> keras.Model:
     """Makes a model's whole train step atomic.
@@ -329,16 +326,10 @@ class _Guard:
             for variable in watched
         }
 
-        def note(create: Callable, **kwargs: Any) -> Any:
-            variable = create(**kwargs)
-            if not kwargs.get("trainable"):
-                before[id(variable)] = variable.value()
-            return variable
-
         counter = None if self._applies_once() else self._counter
         # A model, or a metric, may be built in its first step.
         with (
-            tf.variable_creator_scope(note),
+            keras_variables.noting_new(before),
             self._step(watched, counter) as step,
         ):
             logs = original(*args, **kwargs)
@@ -468,30 +459,31 @@ class _Guard:
         return keeps_metrics
 
     def _logs(self, stays: Any, logs: Any) -> Any:
-        """Returns the logs of a step: the metrics without a skipped one."""
+        """Returns the logs of a step: the metrics without a skipped one.
+
+        If no step was applied since the reset, these are the skipped batch's
+        own results, or NaN if one of these is not finite.
+        """
         results = self._model.get_metrics_result()
         if not (isinstance(logs, dict) and isinstance(results, dict)):
             return logs
         own = {name: logs[name] for name in logs if name in results}
         without = {name: results[name] for name in own}
-        choose = functools.partial(self._chosen, stays, finite.all_finite(own))
-        return logs | tree.map_structure(choose, own, without)
-
-    def _chosen(self, stays: Any, fine: Any, own: Any, without: Any) -> Any:
-        """Returns a metric's log: without a skipped step, if possible.
-
-        If no step was applied since the reset, it is the skipped batch's own
-        result, or NaN if one of these is not finite.
-        """
-        # Outside of compiled steps, Keras 3.12 has made Python numbers of them.
-        own = ops.convert_to_tensor(own)
-        if gradients.is_float(own):
-            own = ops.where(ops.logical_or(stays, fine), own, float("nan"))
+        # One that is not finite belongs to a skipped batch.
+        has_own = ops.logical_or(stays, finite.all_finite(own))
         if counts := self._counts():
+            # No step was applied since the reset.
             empty = [ops.equal(count, 0) for count in counts]
-            is_empty = ops.all(ops.stack(empty))
-            stays = ops.logical_or(stays, is_empty)
-        return ops.where(stays, own, without)
+            stays = ops.logical_or(stays, ops.all(ops.stack(empty)))
+
+        def chosen(own: Any, without: Any) -> Any:
+            # Outside of compiled steps, Keras 3.12 has made numbers of them.
+            own = ops.convert_to_tensor(own)
+            if gradients.is_float(own):
+                own = ops.where(has_own, own, float("nan"))
+            return ops.where(stays, own, without)
+
+        return logs | tree.map_structure(chosen, own, without)
 
     def _metrics_result(self, original: Callable) -> Any:
         """Hides metrics that skipped steps left empty at the end of an epoch.

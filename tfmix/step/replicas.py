@@ -182,6 +182,9 @@ def one_replica(
     # A TPU's step is traced once for all replicas, without local copies or
     # merge calls.
     if not tf.distribute.has_strategy() or tracing.for_tpu():
+        if optimizer is None:
+            yield
+            return
         with optimizers.without_reduction(optimizer):
             yield
         return
