@@ -91,12 +91,6 @@ def adopt(target: keras.Variable, variable: keras.Variable) -> keras.Variable:
     return target
 
 
-def stored_dtype(variable: keras.Variable) -> str:
-    """Returns the dtype that a variable is stored in."""
-    stored: str = variable._dtype
-    return stored
-
-
 def store_apart(
     undo: contextlib.ExitStack, variable: keras.Variable, dtype: str
 ) -> None:

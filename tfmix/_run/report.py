@@ -96,7 +96,6 @@ _ROWS: tuple[tuple[str, Callable[[Run], Any], Callable[[Any], str]], ...] = (
     ),
     ("last loss", lambda run: run.loss, "{:.4g}".format),
 )
-HEADS = tuple(head for head, *_ in _ROWS)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -61,10 +61,9 @@ def scales(variables: Iterable[keras.Variable]) -> bool:
     16-bit outside the model, too, and may underflow there.
     """
     held = {id(variable) for model in _scaling for variable in model.variables}
-    return all(
-        id(variable) in held and not keras_variables.is_narrow(variable)
-        for variable in variables
-    )
+    variables = list(variables)
+    are_held = all(id(variable) in held for variable in variables)
+    return are_held and not any(map(keras_variables.is_narrow, variables))
 
 
 def inside(what: Any) -> contextlib.AbstractContextManager[None]:

@@ -46,11 +46,6 @@ def is_16_bit(value: Any) -> bool:
     return float_dtype(value) in _formats.SIXTEEN_BIT
 
 
-def holds_16_bit(nest: Any) -> bool:
-    """Returns whether a tensor of a nest is 16-bit."""
-    return any(map(is_16_bit, leaves(nest)))
-
-
 def only_16_bit(nest: Any) -> str | None:
     """Returns the 16-bit dtype all float tensors of a nest share, else None."""
     seen = {float_dtype(leaf) for leaf in leaves(nest)} - {""}

@@ -69,14 +69,6 @@ class FlatMasters(sixteen_bit_optimizer.StandIns):
         }
         return {key: group.master for key, group in self._group_of.items()}
 
-    def span(self, variable: keras.Variable) -> slice | None:
-        """Returns a variable's part of its vector."""
-        group = self._group_of.get(id(variable))
-        if group is None:
-            return None
-        end = group.ends[group.position(variable)]
-        return slice(end - math.prod(variable.shape), end)
-
     def keeps_float32_slots(self, variable: keras.Variable) -> bool:
         """Returns whether the state of a vector or variable is in float32."""
         for group in self.groups:

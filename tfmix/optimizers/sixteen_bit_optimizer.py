@@ -56,10 +56,6 @@ class StandIns:
         """Returns the stand-ins of some variables, if they have no others."""
         return [self.target(variable) for variable in these]
 
-    def span(self, variable: keras.Variable) -> slice | None:
-        """Returns a variable's part of a shared vector, `None` without one."""
-        return None
-
     def keeps_float32_slots(self, variable: keras.Variable) -> bool:
         """Returns whether the state of an inner variable is in float32."""
         rules = self.optimizer.slot_dtype
