@@ -123,15 +123,19 @@ def test_each_variant_distinguishes_all_tensors(variant, bad, monkeypatch):
 
 @helpers.requires_backend("jax")
 @pytest.mark.parametrize(
-    ("platform", "count"), [("cuda", 1), ("tpu", 1), ("cpu", 3)]
+    ("platform", "size", "count"),
+    # A CPU's threads share a large tensor.
+    [("cuda", 600, 1), ("tpu", 3, 1), ("cpu", 3, 3), ("cpu", 600, 6)],
 )
-def test_an_accelerator_reads_tensors_of_one_shape_together(platform, count):
+def test_an_accelerator_reads_tensors_of_one_shape_together(
+    platform, size, count
+):
     import jax
 
     def told(tensors):
         return finite.not_finite(tensors)
 
-    traced = jax.jit(told).trace([np.ones((2, 3), "float32")] * 3)
+    traced = jax.jit(told).trace([np.ones((size, size), "float32")] * 3)
     lowered = traced.lower(lowering_platforms=(platform,)).as_text()
     assert lowered.count("stablehlo.reduce") == count
 

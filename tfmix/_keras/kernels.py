@@ -24,6 +24,8 @@ else:
 _LARGE = 2**18
 # One kernel reads this many small, or large tensors together.
 _TOGETHER = 64, 8
+# With more rows, a CPU reads memory at more places at a time.
+_ROWS = 8
 
 
 def kept_apart(tensor: Any) -> Any:
@@ -97,7 +99,7 @@ def sums(tensors: Sequence, together: tuple[int, int]) -> Any:
         together: The number of small, and of large tensors that one kernel
             reads.
     """
-    step = together[math.prod(tensors[0].shape) > _LARGE]
+    step = together[_is_large(tensors[0])]
     parts = [
         _sums(tensors[start : start + step])
         for start in range(0, len(tensors), step)
@@ -138,12 +140,15 @@ def _sums(tensors: Sequence) -> Any:
     return tf.stack(totals)
 
 
-def by_target(single: Callable, default: Callable) -> Callable[..., Any]:
+def by_target(
+    single: Callable, default: Callable, cpu: Callable | None = None
+) -> Callable[..., Any]:
     """Returns a function of tensors that XLA compiles for its target.
 
-    Both functions compute the same: `single` on a single accelerator, and
-    `default` where several devices share the tensors, or on a CPU. The host's
-    own devices do not matter. TensorFlow's tensors are not shared.
+    All functions compute the same: `single` on a single accelerator, `cpu` on
+    CPUs, and `default` where accelerators share the tensors; without `cpu`, on
+    CPUs as well. The host's own devices do not matter. TensorFlow's tensors are
+    not shared.
     """
     if keras.backend.backend() == "tensorflow":
         return single
@@ -152,8 +157,9 @@ def by_target(single: Callable, default: Callable) -> Callable[..., Any]:
     def lower(context: Any, *values: Any) -> Any:
         around = context.module_context
         is_alone = getattr(around.axis_context, "num_devices", None) == 1
-        on_cpu = "cpu" in around.platforms
-        chosen = single if is_alone and not on_cpu else default
+        chosen = single if is_alone else default
+        if "cpu" in around.platforms:
+            chosen = cpu or default
         lowering = mlir.lower_fun(chosen, multiple_results=False)
         return lowering(context, *values)
 
@@ -178,8 +184,33 @@ def _counted_together(*tensors: Any) -> Any:
 
 
 def _by_flags(*tensors: Any) -> Any:
-    # Devices exchange a boolean for each. For a CPU, XLA compiles it sooner.
+    # Devices exchange a boolean for each.
     return keras.ops.stack([_any_true(_not_finite(x)) for x in tensors])
+
+
+def _on_cpu(*tensors: Any) -> Any:
+    # XLA compiles this sooner for a CPU than tensors together. (A conditional
+    # in place of selections copies all state there, which takes three times
+    # Adam's time.)
+    flags = [_joined(_not_finite(x)) for x in tensors]
+    return keras.ops.stack([*map(_any_true, flags)])
+
+
+def _joined(flags: Any) -> Any:
+    """Returns fewer flags, among which is a true if a large tensor holds one.
+
+    A CPU's threads share them, and compute many at once. To reduce all flags
+    together, XLA would first write them to memory.
+    """
+    is_even = math.prod(flags.shape) % _ROWS == 0
+    if not (_is_large(flags) and is_even):
+        return flags
+    rows = keras.ops.reshape(flags, (_ROWS, -1))
+    return kept_apart(keras.ops.any(rows, axis=0))
+
+
+def _is_large(tensor: Any) -> bool:
+    return math.prod(tensor.shape) > _LARGE
 
 
 def _not_finite(tensor: Any) -> Any:
@@ -200,6 +231,7 @@ def _any_true(flags: Any) -> Any:
 VARIANTS: dict[str, Callable] = {
     "single": _counted_together,
     "default": _by_flags,
+    "cpu": _on_cpu,
 }
 # Returns which of several float tensors of one shape are not finite, as a
 # boolean vector (XLA).
