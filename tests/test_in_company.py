@@ -140,6 +140,9 @@ def network():
 def trained(model, fit=None):
     """Trains a model; returns its history and its weights."""
     model.compile(keras.optimizers.SGD(0.1), loss="mse")
+    # Hooks see the same calls, and TensorFlow takes longer to trace a step
+    # than to run the few of a test.
+    model.run_eagerly = not helpers.ON_JAX
     settings = {"verbose": 0, "shuffle": False} if fit is None else fit
     history = model.fit(X, Y, **settings).history
     return history, model.get_weights()

@@ -626,12 +626,10 @@ def assert_same(make, bad, leave_out, policy):
 QUICK = {
     ("fit", "graph"),
     ("fit of two replicas", "graph"),
-    ("fit with states", "graph"),
     ("guarded fit, no scale", MODES[-1 if ON_JAX else 1]),
     ("loop", "graph"),
     ("loop, compiled", "xla"),
     ("loop with states", "graph"),
-    ("OwnName", "graph"),
     ("GanOfLayers", "graph"),
     ("OwnStepOnJax", "xla"),
     ("Averaging", "graph"),
