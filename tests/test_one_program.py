@@ -245,11 +245,15 @@ def test_however_a_model_was_made_it_is_one_program(
 
 # Of the others, tfmix's rules keep a layer or a mask in float32.
 @pytest.mark.parametrize("kind", [dense, attention, activation])
-def test_a_model_of_keras_alone_is_the_same_program(kind):
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_model_of_keras_alone_is_the_same_program(is_loaded, kind, tmp_path):
     keras.config.set_dtype_policy("mixed_float16")
     model = with_ending(*kind(), kind)
     keras.config.set_dtype_policy("float32")
-    found = operations(program(compiled(model)))
+    compiled(model)
+    if is_loaded:
+        model = loaded(model, None, tmp_path)
+    found = operations(program(model))
     assert found == expected(kind, "mixed_float16")
 
 

@@ -431,8 +431,6 @@ def test_two_runs_stand_side_by_side(tmp_path):
     assert data["verdict"] in " ".join(done.stderr.split())
 
 
-
-
 @pytest.mark.costly
 def test_two_equal_runs_are_refused_before_they_train(tmp_path):
     script = tmp_path / "script.py"

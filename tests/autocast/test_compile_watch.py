@@ -1,26 +1,17 @@
 """A model with 16-bit layers gets its record however it was made."""
 
-import copy
-import functools
-import itertools
-import pickle
-
 import keras
 import numpy as np
 import pytest
 from keras import layers
 
 import tfmix
-from tests import helpers, steps
+from tests import helpers
 from tests import test_one_program as one_program
 from tfmix._keras import compile_method
 from tfmix.autocast import record as mixed_model
 from tfmix.step import guard
 
-X = np.random.default_rng(3).normal(size=(16, 3)).astype("float32")
-Y = X.sum(axis=1, keepdims=True)
-BAD = X.copy()
-BAD[5] = np.nan
 POLICIES = ("mixed_float16", "mixed_bfloat16")
 
 
@@ -34,89 +25,6 @@ def make():
             tfmix.float32_output(),
         ]
     )
-
-
-def of_a_scope(policy):
-    with tfmix.policy_scope(policy):
-        return make()
-
-
-def converted(policy):
-    model = make()
-    tfmix.apply_policy(model, policy)
-    return model
-
-
-def of_keras_alone(policy):
-    keras.config.set_dtype_policy(policy)
-    model = make()
-    keras.config.set_dtype_policy("float32")
-    return model
-
-
-def around(model):
-    inputs = keras.Input((3,))
-    return keras.Model(inputs, model(inputs))
-
-
-def with_a_new_end(model):
-    last = model.get_layer("last")
-    return keras.Model(model.inputs[0], tfmix.float32_output()(last.output))
-
-
-def pickled(model):
-    return pickle.loads(pickle.dumps(model))
-
-
-def itself(model):
-    return model
-
-
-COPIES = (around, with_a_new_end, keras.models.clone_model)
-COPIES += (helpers.reloaded, pickled, copy.deepcopy)
-WAYS = [
-    *itertools.product([of_a_scope, converted], COPIES),
-    *itertools.product([of_keras_alone], [itself, helpers.reloaded]),
-]
-
-
-def small_loss(y, x):
-    # Unscaled, its gradients are far below float16's range.
-    return 1e-9 * keras.ops.abs(y - x)
-
-
-def trained(model, mode):
-    """Trains a model with a row of NaN in the second of four batches."""
-    sgd = keras.optimizers.SGD(1e7)
-    model.compile(sgd, small_loss, **steps.settings(mode))
-    model.fit(BAD, Y, batch_size=4, shuffle=False, epochs=2, verbose=0)
-    return model
-
-
-@functools.cache
-def trained_where_it_was_made(policy, mode):
-    """Returns the first and the last weights, and the rule of the scale."""
-    model = of_a_scope(policy)
-    start = model.get_weights()
-    end = trained(model, mode).get_weights()
-    assert not np.array_equal(start[0], end[0])
-    return start, end, model.optimizer.rule
-
-
-@pytest.mark.parametrize("mode", steps.MODES)
-@pytest.mark.parametrize(("source", "made"), WAYS)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_16_bit_model_trains_as_where_it_was_made(policy, source, made, mode):
-    start, end, rule = trained_where_it_was_made(policy, mode)
-    model = made(source(policy))
-    model.set_weights(start)
-    trained(model, mode)
-    assert type(model.optimizer) is tfmix.LossScaleOptimizer
-    assert model.optimizer.rule == rule
-    assert model.optimizer.skipped_steps == 2
-    for found, wanted in zip(model.get_weights(), end, strict=True):
-        assert np.isfinite(found).all()
-        np.testing.assert_array_equal(found, wanted)
 
 
 class Subclassed(keras.Model):

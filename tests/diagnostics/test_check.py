@@ -14,7 +14,6 @@ from keras import ops
 from rich import console
 
 import tfmix
-from tests import helpers
 from tests.diagnostics import faults
 from tfmix import _formats
 from tfmix.callbacks import sampler
@@ -305,13 +304,6 @@ def test_a_report_is_as_wide_as_the_terminal(columns, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
     assert max(map(len, str(report).splitlines())) <= columns
     assert "first" in str(report)
-
-
-def test_a_notebook_shows_a_table_in_colour():
-    page = helpers.notebook_html(check.check(small(), rows(8)[0]))
-    assert page.startswith("<pre")
-    # This is the colour of a layer without faults.
-    assert re.search(r'color: #00\w+[^>]*">first', page)
 
 
 def test_the_page_names_model_date_and_versions(tmp_path):

@@ -149,17 +149,6 @@ def test_random_fault_schedules_equal_a_single_device_oracle(seed):
     assert train.optimizer.loss_scale == max(64.0 / 2**skipped, 1.0)
 
 
-def test_one_device_strategy_takes_the_same_path():
-    with tf.distribute.OneDeviceStrategy("CPU:0").scope():
-        model = keras.Sequential([keras.layers.Dense(1)])
-        model.compile(Wrapped("adam"), loss="mse")
-    x = np.ones((8, 4), "float32")
-    x[3] = np.nan
-    model.fit(x, x[:, :1], batch_size=4, verbose=0, shuffle=False)
-    assert model.optimizer.skipped_steps == 1
-    helpers.assert_all_finite(model.get_weights())
-
-
 def test_a_strategy_without_merge_calls_takes_the_same_path(monkeypatch):
     # MirroredStrategy reports this on GPUs under XLA, and TPUStrategy always.
     train = Trainer({"initial_scale": 8.0})

@@ -12,7 +12,6 @@ import pytest
 from keras import layers, ops
 
 import tfmix
-from tests import helpers
 
 ON_JAX = keras.backend.backend() == "jax"
 WAYS = ("fit", "loop", "jit") if ON_JAX else ("fit", "loop", "graph", "jit")
@@ -233,27 +232,3 @@ def test_a_loop_that_loses_a_step_differs():
     lost = [right[0], *right[:-1]]
     with pytest.raises(AssertionError):
         np.testing.assert_allclose(lost, right, rtol=WITHIN)
-
-
-@pytest.mark.costly
-@helpers.requires_backend("jax")
-def test_the_gradients_of_raw_pixels_are_those_of_float32():
-    import jax
-
-    def gradients(policy):
-        tfmix.set_global_policy(policy)
-        keras.utils.set_random_seed(0)
-        model, x, y, _, kind = raw_pixels(np.random.default_rng(0))
-        x, y = x.astype("float32"), np.asarray(y, "float32")
-
-        def loss(weights):
-            predicted, _ = model.stateless_call(weights, [], x, training=True)
-            return loss_of(kind, y, predicted)
-
-        weights = [v.value for v in model.trainable_variables]
-        return jax.jit(jax.grad(loss))(weights)
-
-    right, found = gradients("float32"), gradients("mixed_float16")
-    for a, b in zip(right, found, strict=True):
-        a, b = np.asarray(a), np.asarray(b)
-        assert np.linalg.norm(a - b) < 0.01 * np.linalg.norm(a)
