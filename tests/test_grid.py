@@ -9,7 +9,7 @@ import pytest
 
 from tests import grid, sampling
 
-QUICK, MANY = 3, 2000
+QUICK, MANY = 2, 2000
 # Keras warns about state that no longer fits, and about missing metrics.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -1,5 +1,6 @@
 """The sweep of all layers: tfmix is within the bounds, or has a reason."""
 
+import functools
 import inspect
 from pathlib import Path
 
@@ -42,6 +43,7 @@ ALSO_RIGHT = (
 )
 
 
+@functools.cache
 def measured(name, fmt, kind):
     (row,) = layers.sweep([name], [fmt], [kind])
     return row

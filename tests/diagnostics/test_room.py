@@ -42,6 +42,7 @@ def batch():
     return x, x[:, :1]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("jit", [True] if ON_JAX else [True, False])
 @pytest.mark.parametrize("first", [FIRST, 2.0**10])
 @pytest.mark.parametrize("eagerly", [False, True])

@@ -318,7 +318,6 @@ def test_what_was_no_news_is_told_before_a_new_cause_and_at_the_end(said):
         ("mixed_float16", pipeline, 2),
         ("mixed_float16", data_set, 22),
         ("mixed_bfloat16", generator, 22),
-        ("float16", pipeline, 22),
     ],
 )
 def test_bad_rows_of_data_that_cannot_be_reread_are_told(
