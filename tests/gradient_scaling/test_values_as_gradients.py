@@ -6,7 +6,7 @@ import pytest
 from keras import layers, ops
 
 import tfmix
-from tests import steps
+from tests import loops, steps
 
 X = np.random.default_rng(0).normal(size=(64, 16)).astype("float32")
 Y = np.random.default_rng(1).normal(3.0, size=(64, 4)).astype("float32")
@@ -31,10 +31,6 @@ def network(policy, layer):
     return model
 
 
-def error(guess):
-    return ops.mean((guess - Y) ** 2)
-
-
 def by_fit(model, mode):
     model.compile(
         keras.optimizers.SGD(0.05),
@@ -46,43 +42,9 @@ def by_fit(model, mode):
 
 
 def by_loop(model, mode):
-    optimizer = keras.optimizers.SGD(0.05)
-    weights = model.trainable_variables
-    optimizer.build(weights)
-    if keras.backend.backend() == "jax":
-        return by_stateless_loop(model, optimizer, mode)
-    import tensorflow as tf
-
-    def step():
-        with tf.GradientTape() as tape:
-            loss = error(model(X, training=True))
-        optimizer.apply(tape.gradient(loss, weights), weights)
-        return loss
-
-    step = steps.compiled(step, mode)
-    return [float(step()) for _ in range(STEPS)]
-
-
-def by_stateless_loop(model, optimizer, mode):
-    import jax
-
-    def loss(weights):
-        guess, _ = model.stateless_call(weights, [], X, training=True)
-        return error(guess)
-
-    def step(weights, state):
-        found, slopes = jax.value_and_grad(loss)(weights)
-        return found, *optimizer.stateless_apply(state, slopes, weights)
-
-    step, losses = steps.compiled(step, mode), []
-    weights = [v.value for v in model.trainable_variables]
-    state = [v.value for v in optimizer.variables]
-    for _ in range(STEPS):
-        found, weights, state = step(weights, state)
-        losses.append(float(found))
-    for variable, value in zip(model.trainable_variables, weights, strict=True):
-        variable.assign(value)
-    return losses
+    loop = loops.Loop(model, keras.optimizers.SGD(0.05), mode)
+    x, y = map(ops.convert_to_tensor, (X, Y))
+    return [float(loop.step(x, y)) for _ in range(STEPS)]
 
 
 def trained(policy, layer, way):

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 import tfmix
-from tests import steps
-from tests.step import test_ways_to_train as ways
+from tests import loops, steps
 from tfmix.loss_scaling import standstill
 
 BAD = np.full((2, 4), np.nan, "float32")
@@ -16,16 +15,12 @@ GOOD = np.ones((2, 4), "float32")
 def run(batches, way, wrap=lambda optimizer: optimizer):
     """Trains a float16 model in a loop, one step per batch."""
     tfmix.set_global_policy("mixed_float16")
-    model = [keras.Input((4,)), keras.layers.Dense(1)]
-    loop = ways.Loop(
-        way,
-        False,
-        make=lambda: keras.Sequential(model),
-        optimizer=wrap(keras.optimizers.Adam(name="adam")),
-    )
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    optimizer = wrap(keras.optimizers.Adam(name="adam"))
+    loop = loops.Loop(model, optimizer, way)
     for x in batches:
         loop.step(*map(keras.ops.convert_to_tensor, (x, x[:, :1])))
-    return loop.optimizer
+    return optimizer
 
 
 def wrapped(optimizer):

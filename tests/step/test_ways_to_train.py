@@ -12,7 +12,7 @@ import pytest
 from keras import layers, ops
 
 import tfmix
-from tests import helpers
+from tests import helpers, loops
 
 ON_JAX = keras.backend.backend() == "jax"
 if ON_JAX:
@@ -401,46 +401,7 @@ class Loop:
             self.model.compile(self.optimizer if is_models else "sgd", "mse")
         if is_models:
             self.optimizer = self.model.optimizer
-        self.optimizer.build(self.model.trainable_variables)
-        step = self.once_on_jax if ON_JAX else self.once
-        if mode != "eager":
-            step = (
-                jax.jit(step)
-                if ON_JAX
-                else tf.function(step, jit_compile=mode == "xla")
-            )
-        self.step = self.held(step) if ON_JAX else step
-
-    def once(self, x, y):
-        weights = self.model.trainable_variables
-        with tf.GradientTape() as tape:
-            loss = ops.mean((self.model(x, training=True) - y) ** 2)
-        self.optimizer.apply(tape.gradient(loss, weights), weights)
-
-    def once_on_jax(self, weights, frozen, slots, x, y):
-        def loss_of(weights, frozen):
-            found, frozen = self.model.stateless_call(
-                weights, frozen, x, training=True
-            )
-            return ops.mean((found - y) ** 2), frozen
-
-        slopes, frozen = jax.grad(loss_of, has_aux=True)(weights, frozen)
-        weights, slots = self.optimizer.stateless_apply(slots, slopes, weights)
-        return weights, frozen, slots
-
-    def held(self, step):
-        def called(x, y):
-            groups = (
-                self.model.trainable_variables,
-                self.model.non_trainable_variables,
-                self.optimizer.variables,
-            )
-            after = step(*([v.value for v in g] for g in groups), x, y)
-            for group, values in zip(groups, after, strict=True):
-                for variable, value in zip(group, values, strict=True):
-                    variable.assign(value)
-
-        return called
+        self.step = loops.Loop(self.model, self.optimizer, mode).step
 
     def run(self, x, y):
         for _ in range(EPOCHS):

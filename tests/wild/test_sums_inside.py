@@ -12,6 +12,7 @@ import pytest
 from keras import layers, ops
 
 import tfmix
+from tests import loops, steps
 
 ON_JAX = keras.backend.backend() == "jax"
 WAYS = ("fit", "loop", "jit") if ON_JAX else ("fit", "loop", "graph", "jit")
@@ -137,62 +138,12 @@ def epoch_losses(policy, name, way):
             x, y, batch_size=half, epochs=EPOCHS, shuffle=False, verbose=0
         ).history["loss"]
         return losses, int(model.optimizer.iterations)
-    optimizer.build(model.trainable_variables)
-    loop = jax_loop if ON_JAX else tensorflow_loop
-    losses, steps = loop(model, optimizer, kind, batches, way)
-    return [sum(losses[n : n + 2]) / 2 for n in range(0, len(losses), 2)], steps
-
-
-def tensorflow_loop(model, optimizer, kind, batches, way):
-    import tensorflow as tf
-
-    def step(x, y):
-        with tf.GradientTape() as tape:
-            loss = loss_of(kind, y, model(x, training=True))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(
-            zip(gradients, model.trainable_variables, strict=True)
-        )
-        return loss
-
-    if way != "loop":
-        step = tf.function(step, jit_compile=way == "jit")
-    tensors = [tuple(map(tf.constant, batch)) for batch in batches]
-    losses = [float(step(*b)) for _ in range(EPOCHS) for b in tensors]
-    return losses, int(optimizer.iterations)
-
-
-def jax_loop(model, optimizer, kind, batches, way):
-    import jax
-
-    def loss(weights, state, x, y):
-        predicted, state = model.stateless_call(
-            weights, state, x, training=True
-        )
-        return loss_of(kind, y, predicted), state
-
-    def step(weights, state, slots, x, y):
-        of_loss = jax.value_and_grad(loss, has_aux=True)
-        (value, state), gradients = of_loss(weights, state, x, y)
-        weights, slots = optimizer.stateless_apply(slots, gradients, weights)
-        return value, weights, state, slots
-
-    if way == "jit":
-        step = jax.jit(step)
-    weights, state, slots = (
-        [variable.value for variable in group]
-        for group in (
-            model.trainable_variables,
-            model.non_trainable_variables,
-            optimizer.variables,
-        )
-    )
-    losses = []
-    for _ in range(EPOCHS):
-        for batch in batches:
-            value, weights, state, slots = step(weights, state, slots, *batch)
-            losses.append(float(value))
-    return losses, int(slots[0])
+    mode = {"loop": "eager", "jit": steps.MODES[-1]}.get(way, way)
+    loop = loops.Loop(model, optimizer, mode, lambda y, p: loss_of(kind, y, p))
+    tensors = [[*map(ops.convert_to_tensor, batch)] for batch in batches]
+    losses = [float(loop.step(*b)) for _ in range(EPOCHS) for b in tensors]
+    means = [sum(losses[n : n + 2]) / 2 for n in range(0, len(losses), 2)]
+    return means, int(optimizer.iterations)
 
 
 def cases():
