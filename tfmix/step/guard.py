@@ -510,11 +510,8 @@ class _Guard:
         own = training.weights_of_own_step(self._model)
         unlisted = layers.unlisted_variables(self._model)
         others = [*self._model.non_trainable_variables, *unlisted]
-        return [
-            *filter(keras_variables.is_state, others),
-            *self._reported(),
-            *own,
-        ]
+        state = filter(keras_variables.is_state, others)
+        return [*state, *self._reported(), *own]
 
     def _reported(self) -> list[keras.Variable]:
         metrics = training.metrics(self._model)
