@@ -387,34 +387,6 @@ def test_python_dash_m_runs_it_in_a_terminal_and_passes_the_exit_code_on():
     assert "Traceback" not in shown
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("line", "code", "message"),
-    [
-        ("devices", cli.OK, ""),
-        ("devices cpu", cli.BAD_INPUT, "cpu"),
-        ("advise good.keras --batch-size 8", cli.OK, ""),
-        ("advise good.keras", cli.BAD_INPUT, "--batch-size"),
-        (CHECK, cli.OK, ""),
-        (CHECK.replace("good", "bad"), cli.UNHEALTHY, ""),
-        (CHECK.replace("good", "text"), cli.BAD_INPUT, "Keras cannot load"),
-        ("convert good.keras shell.keras --policy O2", cli.OK, ""),
-        ("convert good.keras shell.keras --policy O9", cli.BAD_INPUT, "O9"),
-        ("demo --epochs 1 --seeds 1", cli.OK, ""),
-    ],
-)
-def test_every_command_runs_in_a_shell(folder, line, code, message):
-    words = ("-m", "tfmix", *line.split(), "--json")
-    done = processes.python(*words, cwd=folder)
-    assert done.returncode == code, done.stderr
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
-    assert bool(done.stdout) is (code != cli.BAD_INPUT)
-    if done.stdout:
-        assert json.loads(done.stdout)
-    (folder / "shell.keras").unlink(missing_ok=True)
-
-
 BEFORE_KERAS = """
 import sys
 sys.modules["keras"] = None

@@ -1,7 +1,5 @@
 """What is replaced is listed and restored, and users wrap it, too."""
 
-import contextlib
-
 import keras
 import numpy as np
 import pytest
@@ -64,29 +62,6 @@ def test_a_layer_that_the_user_has_wrapped_can_be_converted_and_back():
     assert calls == ["call"] * 2
 
 
-class Doubling:
-    """A part that doubles the results of a layer."""
-
-    def __init__(self):
-        self.wrappers = {"call": lambda call, *args: 2 * call(*args)}
-
-
-def test_roles_wrap_in_one_order_and_leave_no_trace():
-    layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
-    x = np.ones((1, 2), "float32")
-    replacing.attach(layer, replacing.FALLBACK, Doubling())
-    assert float(layer(x)[0, 0]) == 4
-    replacing.attach(layer, replacing.EXACT, Doubling())
-    assert float(layer(x)[0, 0]) == 8
-    assert list(replacing.by_role(layer)) == ["exact", "fallback"]
-    inner = replacing.wrapped(layer, "call", replacing.FALLBACK)
-    assert float(inner(x)[0, 0]) == 4
-    for role in replacing.by_role(layer):
-        replacing.detach(layer, role)
-    assert "call" not in vars(layer)
-    assert float(layer(x)[0, 0]) == 2
-
-
 class Owner:
     @staticmethod
     def method():
@@ -117,13 +92,3 @@ def test_a_place_is_listed_once_until_all_have_restored_it():
     assert replacing.replaced() == before
     assert vars(Owner)["method"] is original
     assert Owner.value == 1
-
-
-def test_a_swapped_attribute_comes_back_or_goes():
-    owner = Owner()
-    owner.value = 2
-    with contextlib.ExitStack() as undo:
-        replacing.swap(undo, owner, "value", 3)
-        replacing.swap(undo, owner, "other", 4)
-        assert (owner.value, owner.other) == (3, 4)
-    assert vars(owner) == {"value": 2}

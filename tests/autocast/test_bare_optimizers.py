@@ -163,20 +163,6 @@ def test_a_good_eager_step_writes_nothing_that_keras_does_not_write(
     assert [v is optimizer.iterations.value for v in written] == [True]
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("mode", steps.MODES)
-def test_kerass_own_scaler_divides_and_skips_as_ever(mode):
-    tfmix.set_global_policy("mixed_float16")
-    weight = keras.Variable(START)
-    scaler = keras.optimizers.LossScaleOptimizer(
-        keras.optimizers.SGD(1.0), initial_scale=4.0
-    )
-    step = stepper(scaler, [weight], mode)
-    step(4 * START)
-    step(np.inf * START)
-    np.testing.assert_array_equal(weight.numpy(), START - 1)
-
-
 def rows(value):
     """Returns a sparse gradient of two values for one row, which add up."""
     values = value * ops.ones((2, 2))

@@ -6,10 +6,8 @@ import sys
 import threading
 
 import keras
-import numpy as np
 import pytest
 
-import tfmix
 from tests import helpers
 from tfmix._keras import context_values, version
 from tfmix.autocast import global_policy as state
@@ -19,7 +17,6 @@ from tfmix.policy import policy as policies
 # The public function `devices` hides the module.
 devices = sys.modules["tfmix.policy.devices"]
 Policy = policies.Policy
-X = np.random.default_rng(0).normal(size=(4, 2)).astype("float32")
 SIXTEEN_BIT = ("mixed_float16", "mixed_bfloat16", "float16", "bfloat16")
 
 
@@ -44,12 +41,6 @@ def test_new_layers_get_the_global_policy_as_plain_keras(name):
     assert layer.dtype_policy.name == name
     assert type(keras.config.dtype_policy()) is keras.DTypePolicy
     assert state.global_policy() == Policy(name)
-
-
-def test_a_policy_object_comes_back_with_its_rules():
-    policy = Policy("mixed_float16", float32_layers=["head"])
-    state.set_global_policy(policy)
-    assert state.global_policy() is policy
 
 
 def test_a_sublayer_made_in_build_in_a_thread_gets_the_policy():
@@ -106,14 +97,6 @@ def test_an_error_leaves_the_policy_as_it_was():
         with pytest.raises(ValueError, match="must be one of"):
             set_policy("fp16")
     assert new_layer_policy() == "mixed_float16"
-
-
-def test_a_scope_restores_after_an_exception():
-    state.set_global_policy("mixed_bfloat16")
-    scope = state.policy_scope("mixed_float16")
-    with pytest.raises(KeyError, match="mixed_float16"), scope:
-        {}[new_layer_policy()]
-    assert new_layer_policy() == "mixed_bfloat16"
 
 
 def test_a_scope_restores_what_was_there_on_entering():
@@ -324,42 +307,6 @@ def test_a_moment_in_one_thread_is_none_in_another():
         in_thread(for_a_moment)
         in_thread(lambda: keras.config.set_dtype_policy("float16"))
         assert in_thread(new_layer_policy) == "mixed_bfloat16"
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("is_scope", [True, False])
-def test_moments_change_nothing_of_the_training_around_them(is_scope):
-    kept = Policy.default_float32_layers(add=["wide"])
-    policy = Policy("mixed_float16", float32_layers=kept)
-
-    def trained(between):
-        keras.utils.set_random_seed(0)
-        with contextlib.ExitStack() as scope:
-            if is_scope:
-                scope.enter_context(state.policy_scope(policy))
-            else:
-                state.set_global_policy(policy)
-            between()
-            layers = [keras.layers.Dense(4, name="wide"), keras.layers.Dense(3)]
-            model = keras.Sequential([keras.Input((2,)), *layers])
-            between()
-            model.add(keras.layers.Softmax())
-            between()
-            model.compile("adam", "mse")
-            between()
-            losses = model.fit(X, X[:, :1], verbose=0).history["loss"]
-        between()
-        dtypes = [layer.compute_dtype for layer in model.layers]
-        return dtypes, losses, model.optimizer, model.predict(X, verbose=0)
-
-    dtypes, losses, optimizer, predicted = trained(for_a_moment)
-    assert dtypes == ["float32", "float16", "float32"]
-    assert type(optimizer) is tfmix.LossScaleOptimizer
-    # It creates a layer as well, which takes a random seed.
-    _, expected_losses, _, expected = trained(new_layer_policy)
-    assert losses == expected_losses
-    assert predicted.dtype == "float32"
-    np.testing.assert_array_equal(predicted, expected)
 
 
 def test_without_a_policy_of_tfmix_kerass_policy_holds():

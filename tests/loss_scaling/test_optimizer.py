@@ -92,26 +92,6 @@ def test_clipping_acts_on_gradients_unscaled_in_float32(
     np.testing.assert_allclose(weight, moved, rtol=1e-6)
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("mode", steps.MODES)
-def test_a_bad_micro_batch_is_dropped_alone_at_every_index(mode):
-    for bad_index in range(3):
-        kwargs = {"momentum": 0.9, "gradient_accumulation_steps": 3}
-        bare = keras.optimizers.SGD(0.1, **kwargs)
-        wrapped = Wrapped(keras.optimizers.SGD(0.1, **kwargs), loss_scale=1.0)
-        plain, ours = steps.variables(), steps.variables()
-        bare_step = steps.stepper(bare, plain, mode)
-        our_step = steps.stepper(wrapped, ours, mode)
-        for index in range(3):
-            if index == bad_index:
-                our_step(scaled(steps.gradients(9), np.nan))
-            bare_step(steps.gradients(index))
-            our_step(steps.gradients(index))
-        for expected, actual in zip(plain, ours, strict=True):
-            helpers.assert_close(actual, expected, "float32")
-        assert wrapped.skipped_steps == 1
-
-
 def test_overflows_are_counted_per_variable_and_blamed_nearest_the_output():
     wrapped, ours = Wrapped("sgd"), steps.variables()
     step = steps.stepper(wrapped, ours, steps.MODES[1])

@@ -11,7 +11,6 @@ from keras import layers, ops
 import tfmix
 from tests import helpers
 from tfmix._keras import tracing
-from tfmix.ops import weights
 
 ON_JAX = keras.backend.backend() == "jax"
 # The last two run code that TensorFlow traces for a GPU.
@@ -269,32 +268,6 @@ def test_a_sum_beyond_float16_is_that_of_float32(way, make, x, monkeypatch):
     found, _ = gradients("mixed_float16", "large", way, weights)
     for a, b in zip(right, found, strict=True):
         assert np.linalg.norm(a - b) < 0.01 * np.linalg.norm(a)
-
-
-@helpers.requires_backend("tensorflow")
-def test_a_call_that_nobody_differentiates_makes_no_gradients(monkeypatch):
-    import tensorflow as tf
-
-    tfmix.set_global_policy("mixed_float16")
-    x = tf.ones((1, 4, 4, 2))
-    model = keras.Sequential([layers.Conv2D(2, 2), layers.Dense(2)])
-    model(x)
-    prepared = []
-    for name in ("contracted", "combined", "convolved"):
-        original = getattr(weights.products, name)
-
-        def note(*args, original=original, **kwargs):
-            prepared.append(original)
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(weights.products, name, note)
-    expected = model(x)
-    np.testing.assert_array_equal(tf.function(model)(x), expected)
-    assert not prepared
-    with tf.GradientTape():
-        np.testing.assert_array_equal(model(x), expected)
-    # A convolution and a product, with a bias each.
-    assert len(prepared) == 4
 
 
 @helpers.requires_backend("jax")
