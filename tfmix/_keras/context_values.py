@@ -31,6 +31,9 @@ class Block:
             if they are unscaled.
         in_fit: Whether `fit`, or another method of a model, runs its step, so
             that a line after the epoch reports skipped steps.
+        in_inference: Whether `evaluate` or `predict` of a model runs.
+        unasked: A token of the trace whose gradient nobody can ask for, `None`
+            if there is none (JAX).
         fit: The callback that reports the skipped steps of the `fit` around,
             `None` outside of one.
         in_loop: Whether the code runs in each step of a loop.
@@ -55,6 +58,8 @@ class Block:
     outside: Any = None
     power: Any = None
     in_fit: bool = False
+    in_inference: bool = False
+    unasked: Any = None
     fit: Any = None
     in_loop: bool = False
     in_map: bool = False

@@ -47,7 +47,11 @@ def float8_product(
             return by_library(*layout.with_layout_constraint(both, rows))
 
         # Devices that share a matrix would exchange it to store it by rows.
-        on_gpu = kernels.by_target(single=by_rows, default=by_library)
+        on_gpu = kernels.by_target(
+            single=by_rows,
+            default=by_library,
+            shaped=functools.partial(jax.eval_shape, default),
+        )
         return jax.lax.platform_dependent(a, b, cuda=on_gpu, default=default)
     if not tracing.by_xla():
         # TensorFlow's own operations do not support float8.

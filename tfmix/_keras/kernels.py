@@ -18,7 +18,7 @@ if keras.backend.backend() == "tensorflow":
 else:
     import jax
     import jax.extend.core
-    from jax.interpreters import batching, mlir
+    from jax.interpreters import ad, batching, mlir
 
 # A tensor with more numbers is large.
 _LARGE = 2**18
@@ -141,14 +141,22 @@ def _sums(tensors: Sequence) -> Any:
 
 
 def by_target(
-    single: Callable, default: Callable, cpu: Callable | None = None
+    single: Callable,
+    default: Callable,
+    cpu: Callable | None = None,
+    *,
+    shaped: Callable,
 ) -> Callable[..., Any]:
     """Returns a function of tensors that XLA compiles for its target.
 
-    All functions compute the same: `single` on a single accelerator, `cpu` on
-    CPUs, and `default` where accelerators share the tensors; without `cpu`, on
-    CPUs as well. The host's own devices do not matter. TensorFlow's tensors are
-    not shared.
+    The host's own devices do not matter. TensorFlow's tensors are not shared.
+
+    Args:
+        single: Computes it on a single accelerator.
+        default: Computes the same where accelerators share the tensors.
+        cpu: Computes the same on CPUs. Defaults to `default`.
+        shaped: Returns the shape and the dtype of the result, so that only the
+            function that is chosen is traced.
     """
     if keras.backend.backend() == "tensorflow":
         return single
@@ -167,37 +175,48 @@ def by_target(
         return jax.vmap(default, axes)(*values), 0
 
     def abstract(*values: Any) -> Any:
-        shape = jax.eval_shape(default, *values)
-        return jax.core.ShapedArray(shape.shape, shape.dtype)
+        like = shaped(*values)
+        return jax.core.ShapedArray(like.shape, like.dtype)
+
+    def without_gradient(primals: Sequence, tangents: Sequence) -> tuple:
+        del tangents
+        value = primitive.bind(*primals)
+        is_float = jax.numpy.issubdtype(value.dtype, jax.numpy.inexact)
+        dtype = value.dtype if is_float else jax.dtypes.float0
+        return value, ad.Zero(jax.core.ShapedArray(value.shape, dtype))
 
     primitive.def_abstract_eval(abstract)
     primitive.def_impl(jax.jit(default))
     mlir.register_lowering(primitive, lower)
     batching.primitive_batchers[primitive] = batched
-    # The result has no gradient.
-    return lambda *values: primitive.bind(*jax.lax.stop_gradient(values))
+    ad.primitive_jvps[primitive] = without_gradient
+    return primitive.bind
 
 
 def _counted_together(*tensors: Any) -> Any:
-    bad = [keras.ops.cast(_not_finite(x), "int32") for x in tensors]
+    bad = [keras.ops.cast(~_is_finite(x), "int32") for x in tensors]
     return keras.ops.not_equal(sums(bad, _TOGETHER), 0)
 
 
 def _by_flags(*tensors: Any) -> Any:
     # Devices exchange a boolean for each.
-    return keras.ops.stack([_any_true(_not_finite(x)) for x in tensors])
+    return ~keras.ops.stack([_all_true(_is_finite(x)) for x in tensors])
 
 
 def _on_cpu(*tensors: Any) -> Any:
     # XLA compiles this sooner for a CPU than tensors together. (A conditional
     # in place of selections copies all state there, which takes three times
     # Adam's time.)
-    flags = [_joined(_not_finite(x)) for x in tensors]
-    return keras.ops.stack([*map(_any_true, flags)])
+    flags = [_joined(_is_finite(x)) for x in tensors]
+    return ~keras.ops.stack([*map(_all_true, flags)])
+
+
+def _flags_of(*tensors: Any) -> Any:
+    return jax.ShapeDtypeStruct((len(tensors),), "bool")
 
 
 def _joined(flags: Any) -> Any:
-    """Returns fewer flags, among which is a true if a large tensor holds one.
+    """Returns fewer flags, all true if all flags of a large tensor are.
 
     A CPU's threads share them, and compute many at once. To reduce all flags
     together, XLA would first write them to memory.
@@ -206,26 +225,26 @@ def _joined(flags: Any) -> Any:
     if not (_is_large(flags) and is_even):
         return flags
     rows = keras.ops.reshape(flags, (_ROWS, -1))
-    return kept_apart(keras.ops.any(rows, axis=0))
+    return kept_apart(keras.ops.all(rows, axis=0))
 
 
 def _is_large(tensor: Any) -> bool:
     return math.prod(tensor.shape) > _LARGE
 
 
-def _not_finite(tensor: Any) -> Any:
-    """Returns which numbers of a float tensor are infinite or NaN."""
+def _is_finite(tensor: Any) -> Any:
+    """Returns which numbers of a float tensor are neither infinite nor NaN."""
     if keras.backend.backend() == "jax":
         # `jax.numpy` would trace a function for each of hundreds of gradients.
-        return jax.lax.bitwise_not(jax.lax.is_finite(tensor))
-    return tf.logical_not(tf.math.is_finite(tensor))
+        return jax.lax.is_finite(tensor)
+    return tf.math.is_finite(tensor)
 
 
-def _any_true(flags: Any) -> Any:
-    """Returns whether a boolean tensor holds a true, as a scalar tensor."""
+def _all_true(flags: Any) -> Any:
+    """Returns whether all of a boolean tensor are true, as a scalar tensor."""
     if keras.backend.backend() == "jax":
-        return jax.lax.reduce_or(flags, tuple(range(flags.ndim)))
-    return tf.reduce_any(flags)
+        return jax.lax.reduce_and(flags, tuple(range(flags.ndim)))
+    return tf.reduce_all(flags)
 
 
 VARIANTS: dict[str, Callable] = {
@@ -235,4 +254,4 @@ VARIANTS: dict[str, Callable] = {
 }
 # Returns which of several float tensors of one shape are not finite, as a
 # boolean vector (XLA).
-not_finite_alike = by_target(**VARIANTS)
+not_finite_alike = by_target(**VARIANTS, shaped=_flags_of)

@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import global_state, replacing
+from tfmix._keras import context_values, global_state, replacing, tracing
 
 # TensorFlow calls one of these for a `tf.custom_gradient`.
 CUSTOM: tuple[replacing.Place, ...] = ()
@@ -59,14 +59,28 @@ def may_be_asked() -> bool:
     Under TensorFlow only a tape around the caller can. A graph that is traced
     without a tape, outside training, keeps TensorFlow's own operations, so it
     can be exported. Forward accumulators do not support custom gradients. JAX
-    may ask for the gradient of anything later.
+    may ask for the gradient of anything later, except in a step of `evaluate`
+    or `predict`.
     """
     if keras.backend.backend() != "tensorflow":
-        return True
+        unasked = context_values.block.get().unasked
+        return unasked is None or tracing.transformation() != unasked
     if runs_forward():
         return False
     is_graph = not tf.executing_eagerly()
     return is_recorded() or (is_graph and global_state.is_training())
+
+
+def inference_step(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Runs a step of `evaluate` or `predict`, which Keras itself traces.
+
+    Nobody can take a gradient of it as a whole. What the step differentiates
+    itself is part of another transformation.
+    """
+    if not context_values.block.get().in_inference:
+        return original(*args, **kwargs)
+    with context_values.holding(unasked=tracing.transformation()):
+        return original(*args, **kwargs)
 
 
 def traced_for_gradients(original: Callable) -> Callable:

@@ -116,10 +116,10 @@ def is_made_in(function: Any, tensor: Any) -> bool:
 def transformation() -> Any:
     """Returns a token of the running trace or transformation, such as `vmap`.
 
-    It is a string in versions of JAX that do not tell.
+    It is `None` in versions of JAX that do not tell.
     """
     state = getattr(jax.extend.core, "get_opaque_trace_state", None)
-    return state() if state else "unknown"
+    return state() if state else None
 
 
 def traced_apart(value: Any) -> contextlib.AbstractContextManager:

@@ -22,6 +22,7 @@ from tfmix._keras import (
     layers,
     optimizers,
     replacing,
+    tapes,
     training,
 )
 from tfmix.autocast import (
@@ -124,11 +125,11 @@ class _MixedModel:
             "call": self._call,
             "compile": functools.partial(compile_method.while_watched, model),
             "fit": self._fit,
-            "evaluate": functools.partial(self._swapped, "evaluate"),
-            "predict": functools.partial(self._swapped, "predict"),
+            "evaluate": functools.partial(self._inferred, "evaluate"),
+            "predict": functools.partial(self._inferred, "predict"),
             "make_train_function": self._make_train_function,
             "train_step": self._train_step,
-            "test_step": self._under_rules,
+            "test_step": self._test_step,
             # Layers of a step pass 16-bit tensors to these, also as symbols.
             "compute_loss": self._in_float32,
             "compute_metrics": self._in_float32,
@@ -137,6 +138,8 @@ class _MixedModel:
         }
         if keras.backend.backend() == "tensorflow":
             wrappers[files.CHILDREN] = self._children
+        else:
+            wrappers["predict_step"] = tapes.inference_step
         if isinstance(model, keras.Sequential):
             # It creates its own input, which casts, before it is called.
             wrappers["build"] = self._build
@@ -203,6 +206,18 @@ class _MixedModel:
             for callback in swapping:
                 optimizers.swap_averages_by(undo, callback, *swaps)
             return original(*args, **kwargs)
+
+    def _inferred(
+        self, method: str, original: Callable, *args: Any, **kwargs: Any
+    ) -> Any:
+        with context_values.holding(in_inference=True):
+            return self._swapped(method, original, *args, **kwargs)
+
+    def _test_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        step = functools.partial(self._under_rules, original)
+        if keras.backend.backend() == "tensorflow":
+            return step(*args, **kwargs)
+        return tapes.inference_step(step, *args, **kwargs)
 
     def _train_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         given = self._place(args, kwargs)

@@ -103,7 +103,8 @@ def call_inside(
     if not (is_float16 and context_values.block.get().has_borders):
         return call(*args, **kwargs)
     if not tapes.may_be_asked():
-        return _unscaled(model.name, call(*args, **kwargs))
+        results = call(*args, **kwargs)
+        return _unscaled(model.name, results) if _TENSORFLOW else results
     inputs = _inputs(model, (args, kwargs))
     values = _values(model, inputs)
     function = _as_function(model, call, inputs)

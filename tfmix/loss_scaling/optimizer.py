@@ -805,7 +805,7 @@ class LossScaleOptimizer(
             variable = self.add_variable(
                 shape=np.shape(value),
                 dtype="int" if whole else "float32",
-                initializer=keras.initializers.Constant(value),
+                initializer=functools.partial(_as_it_is, value),
                 name=_KERAS_NAMES.get(field, field),
             )
             # Keras tracks what is assigned, and must track what it made only
@@ -933,6 +933,12 @@ def _checked_dtype(dtype: Any, rule: rules.LossScale) -> str:
             '"bfloat16", or loss_scale="dynamic".'
         )
     return dtype
+
+
+def _as_it_is(value: Any, shape: tuple, dtype: str | None = None) -> Any:
+    # Keras's `Constant` would compile a program of its own for each dtype.
+    del shape, dtype
+    return value
 
 
 def _attribute(field: str) -> str:
