@@ -166,6 +166,7 @@ def test_a_method_that_the_user_sets_is_wrapped_and_given_back(plain_model):
     assert vars(plain_model)["train_step"] is theirs
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", ["mixed_float16", "float32"])
 def test_a_model_that_is_compiled_again_forgets_the_first_time(policy):
     x, y = np.eye(4, dtype="float32"), np.full((4, 3), 2.0, "float32")

@@ -368,14 +368,16 @@ def in_a_tape(layer, x):
     return made + tape.gradient(made, x)
 
 
-COMPOSITES = [two_in_a_row, of_a_weight, of_two_results]
-COMPOSITES += [with_16_bit_numbers_inside, with_keywords, of_a_pair]
-COMPOSITES += [recomputed, in_a_branch, in_a_loop]
-COMPOSITES += (
-    [each_row, in_a_jit, in_a_scan, with_arguments_without_gradient]
-    if ON_JAX
-    else [with_a_weight_inside, in_a_tape]
-)
+# A quick run has each way under at least one backend.
+OFTEN_BY_JAX = [of_two_results, with_keywords, recomputed, in_a_branch]
+OFTEN_BY_TENSORFLOW = [two_in_a_row, of_a_weight, of_a_pair, in_a_loop]
+OFTEN_BY_TENSORFLOW += [with_16_bit_numbers_inside]
+if ON_JAX:
+    OFTEN, RARELY = OFTEN_BY_JAX, OFTEN_BY_TENSORFLOW
+    OFTEN += [each_row, in_a_jit, in_a_scan, with_arguments_without_gradient]
+else:
+    OFTEN, RARELY = OFTEN_BY_TENSORFLOW, OFTEN_BY_JAX
+    OFTEN += [with_a_weight_inside, in_a_tape]
 
 
 def composed(policy, way):
@@ -387,7 +389,7 @@ def composed(policy, way):
 
 
 @pytest.mark.every_case("each way is a behaviour of its own")
-@pytest.mark.parametrize("way", COMPOSITES)
+@pytest.mark.parametrize("way", helpers.quick_are(OFTEN, [*OFTEN, *RARELY]))
 @pytest.mark.parametrize(
     "mode",
     ["jit"] if ON_JAX else helpers.quick_are({"graph"}, ["graph", "xla"]),

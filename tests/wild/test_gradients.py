@@ -33,13 +33,10 @@ QUICK = {
         mean_over_many_pixels-jit sparse_rows-graph loss_times_1e6-nested
         penalty_on_a_gradient_of_weights-eager ragged_argument-graph
         one_tensor_given_twice-eager one_tensor_given_twice-graph
-        memory_between_calls-eager memory_between_calls-graph
-        scores_left_on_a_layer-eager scores_left_on_a_layer-jit
-        a_variable_as_input-eager a_variable_as_input-graph
-        heads_of_unlike_losses-eager heads_of_unlike_losses-jit
+        memory_between_calls-eager scores_left_on_a_layer-graph
+        a_variable_as_input-graph heads_of_unlike_losses-jit
         forces_by_a_sequential-jit forces_by_a_functional-eager
         complex_argument-eager one_output_by_another-eager
-        penalty_on_a_gradient_of_weights-nested
     """,
 }[ON_JAX].split()
 # In a `tf.function`, float32 or tfmix has no gradient of the first three, and
