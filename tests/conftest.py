@@ -62,7 +62,6 @@ TENSORFLOW_IS_ENOUGH = (
     "autocast/test_float32_output.py",
     "test_grid.py",
     "test_messages.py",
-    "test_multi_worker.py",
     "test_mutations.py",
     "test_older_files.py",
     "test_orders.py",
