@@ -1,5 +1,6 @@
 """Shared by tests: tolerances, lists of optimizers, comparisons."""
 
+import contextlib
 import functools
 import pathlib
 import tempfile
@@ -7,6 +8,8 @@ import tempfile
 import keras
 import numpy as np
 import pytest
+
+from tfmix.gradient_scaling import model_call
 
 ON_JAX = keras.backend.backend() == "jax"
 # Results in a dtype are compared with its tolerance. The unit is the format's
@@ -228,3 +231,15 @@ def curves(folder):
 
 def _bytes(array):
     return np.frombuffer(array.tobytes(), dtype="uint8")
+
+
+@contextlib.contextmanager
+def without_borders():
+    """Calls models without a border, so that gradients are not scaled."""
+
+    def call(model, compute, args, kwargs):
+        return compute(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_call, "at_border", call)
+        yield

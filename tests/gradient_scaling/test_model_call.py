@@ -10,7 +10,6 @@ import pytest
 import tfmix
 from tests import helpers
 from tfmix.diagnostics import programs
-from tfmix.gradient_scaling import model_call
 
 ON_JAX = keras.backend.backend() == "jax"
 X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
@@ -59,7 +58,7 @@ def of_ids():
 def test_results_are_the_same_bits(make, x):
     model = make()
     found = called(model, x)
-    with model_call.left_out():
+    with helpers.without_borders():
         helpers.assert_same_bits(found, called(model, x))
     assert keras.backend.standardize_dtype(found.dtype) == "float32"
 
@@ -146,7 +145,7 @@ def test_statistics_are_updated_once_and_losses_added_once(mode):
     if mode != "eager":
         run = tf.function(penalised, jit_compile=mode == "jit")
     assert int(run()) == 1
-    with model_call.left_out():
+    with helpers.without_borders():
         twin(X, training=True)
     for one, other in zip(model.get_weights(), twin.get_weights(), strict=True):
         np.testing.assert_array_equal(one, other)

@@ -20,7 +20,6 @@ class Block:
         rules: The active op rules; `None` for those that are installed.
         policy: The policy of new layers; `None` for that of the scopes.
         around: What the running model call is part of, `None` if of nothing.
-        has_borders: Whether models scale their gradients at a border.
         place: Where gradients lie in float16's range: a factor of the power of
             two of the borders around a model's call.
         place_of_step: In a model's step the place that its optimizer gives it,
@@ -52,7 +51,6 @@ class Block:
     rules: frozenset[str] | None = None
     policy: keras.DTypePolicy | None = None
     around: Any = None
-    has_borders: bool = True
     place: Any = 1.0
     place_of_step: Any = None
     outside: Any = None

@@ -115,7 +115,7 @@ class _MixedModel:
         # The float8 layers are chosen later.
         self._float8 = ruled if ruled.is_float8 else None
         self._rules = policies.rules_of(policy)
-        self._outputs = outermost.Outputs(model, self._under_rules)
+        self._calls = outermost.Calls(model, self._ruled)
         self.wrappers = self._wrappers()
 
     def _wrappers(self) -> dict[str, replacing.Wrapper]:
@@ -154,9 +154,13 @@ class _MixedModel:
     def _under_rules(
         self, original: Callable, *args: Any, **kwargs: Any
     ) -> Any:
-        stand_ins.keep(self._rules)
-        with stand_ins.block(self._rules):
+        with self._ruled():
             return original(*args, **kwargs)
+
+    def _ruled(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which the policy's rules hold."""
+        stand_ins.keep(self._rules)
+        return stand_ins.block(self._rules)
 
     def _call(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Returns float32 from a model's outermost call, else the results."""
@@ -166,10 +170,10 @@ class _MixedModel:
             args, kwargs = tensors.map_leaves(
                 (args, kwargs), exact_values.before_cast
             )
-        if self._outputs.parts:
+        if self._calls.parts:
             run = functools.partial(heads.run_graph, self._model)
             self._wrap(**{graphs.RUN_GRAPH: run})
-        return self._outputs.of(*args, **kwargs)
+        return self._calls.run(*args, **kwargs)
 
     def _wrap(self, **more: replacing.Wrapper) -> None:
         """Wraps further methods of the model."""

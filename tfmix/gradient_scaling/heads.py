@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import global_state, graphs, layers
+from tfmix._keras import context_values, global_state, graphs, layers
 from tfmix.gradient_scaling import model_call
 from tfmix.ops import exact_values, tensors
 
@@ -20,11 +20,8 @@ from tfmix.ops import exact_values, tensors
 class Results:
     """The results of the parts of one call: in float32, and unchanged."""
 
-    def __init__(
-        self, model: keras.Model, parts: list["Part"], is_float16: bool
-    ) -> None:
-        self.model = model
-        self._parts, self._is_float16 = parts, is_float16
+    def __init__(self, model: keras.Model, parts: list["Part"]) -> None:
+        self.model, self._parts = model, parts
         self._pairs: list[tuple[Any, Any]] = []
 
     def wide(self, result: Any) -> Any:
@@ -46,9 +43,7 @@ class Results:
         for part in self._parts:
             taken = [known[key] for key in part.takes]
             arguments = operation_fn, taken
-            made = model_call.call_inside(
-                model, part.run, arguments, {}, self._is_float16
-            )
+            made = model_call.at_border(model, part.run, arguments, {})
             known.update(zip(part.gives, made, strict=True))
         symbols = layers.results(model)
         made = [self._as_made(*known[id(symbol)]) for symbol in symbols]
@@ -69,7 +64,7 @@ def run_graph(
     **kwargs: Any,
 ) -> Any:
     """Runs the graph of a Functional model; `original` is Keras's method."""
-    results = model_call.around()
+    results = context_values.block.get().around
     # Only the outermost graph runs in parts.
     if not isinstance(results, Results) or results.model is not model:
         return original(inputs, operation_fn=operation_fn, **kwargs)

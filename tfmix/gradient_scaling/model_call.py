@@ -40,12 +40,6 @@ else:
 _scaling: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 # Maps the `id` of a variable to its value, like a `keras.StatelessScope`.
 States = dict[int, Any]
-# Maps the `id` of a layer's attributes, or of a list or dict among them, and a
-# key to that container and its nest of arrays.
-Attributes = dict[tuple[int, Any], tuple[Any, Any]]
-
-# What a model call is part of, while its results stay in their own dtype.
-AS_MADE = "as made"
 
 
 def note_scaling(model: keras.Model, scales: bool) -> None:
@@ -66,67 +60,43 @@ def scales(variables: Iterable[keras.Variable]) -> bool:
     return are_held and not any(map(keras_variables.is_narrow, variables))
 
 
-def inside(what: Any) -> contextlib.AbstractContextManager[None]:
-    """Marks the model calls of a block as parts of something."""
-    return context_values.holding(around=what)
-
-
-def around() -> Any:
-    """Returns what models are called inside of, `None` if of nothing."""
-    return context_values.block.get().around
-
-
-def left_out() -> contextlib.AbstractContextManager[None]:
-    """Calls models without a border, to show the gradients inside one."""
-    return context_values.holding(has_borders=False)
-
-
-def call_inside(
-    model: keras.Model,
-    call: Callable,
-    args: tuple,
-    kwargs: dict,
-    is_float16: bool,
+def at_border(
+    model: keras.Model, call: Callable, args: tuple, kwargs: dict
 ) -> Any:
-    """Calls a model, inside a border if it computes in float16.
+    """Calls a model, inside a border if a layer of it computes in float16.
 
     Args:
         model: The outermost model of the call.
-        call: Computes its results, in float32.
+        call: Computes its results, in float32: a method.
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
-        is_float16: Whether a layer of the model computes in float16.
 
     Returns:
         The results of `call`, as tensors of the same values.
     """
-    if not (is_float16 and context_values.block.get().has_borders):
+    if not layers.computes_in(model, "float16"):
         return call(*args, **kwargs)
     if not tapes.may_be_asked():
         results = call(*args, **kwargs)
         return _unscaled(model.name, results) if _TENSORFLOW else results
     inputs = _inputs(model, (args, kwargs))
     values = _values(model, inputs)
-    function = _as_function(model, call, inputs)
-    overwritten = _overwritten(model, inputs)
-    if _TENSORFLOW:
-        # A second run starts from these values, so that it draws the same
-        # random numbers. A graph needs no second run.
-        frozen = model.non_trainable_variables if tf.executing_eagerly() else ()
-        start = {id(v): tf.convert_to_tensor(v.value) for v in frozen}
-        with context_values.holding(place=placing.of(model)):
-            floats, losses, rest = tensorflow_border.call(
-                function,
-                values,
-                again=functools.partial(function, start=start),
-                overwritten=overwritten,
-            )
-    else:
+    if not _TENSORFLOW:
         # An unbuilt model creates its variables in the call.
         is_traced = any(map(tracing.is_symbolic, values))
         if not is_traced or not layers.is_built(model):
             return call(*args, **kwargs)
-        with context_values.holding(place=placing.of(model)):
+    function = _as_function(model, call, inputs)
+    overwritten = _overwritten(model, inputs)
+    with context_values.holding(place=placing.of(model)):
+        if _TENSORFLOW:
+            floats, losses, rest = tensorflow_border.call(
+                function,
+                values,
+                again=functools.partial(function, start=_start(model)),
+                overwritten=overwritten,
+            )
+        else:
             floats, losses, rest = jax_border.call(
                 function, values, overwritten
             )
@@ -189,7 +159,7 @@ class _Rest:
     others: list
     updates: States
     outputs: Any
-    left: Attributes
+    left: list["_Item"]
     added: list[tuple[keras.Layer, Any]]
 
 
@@ -246,6 +216,23 @@ def _values(model: keras.Model, inputs: _Inputs) -> list:
     return values
 
 
+def _held(model: keras.Model, nest: Any) -> list:
+    """Lists further tensors of a call that gradients reach.
+
+    They are attributes of a layer, or of an argument of the user's own class.
+    """
+    owners = [*layers.flat_layers(model)]
+    tensors.map_leaves(nest, owners.append)
+    held = [
+        item.value
+        for item in _items(x for x in owners if not _is_array(x)).values()
+        if _is_array(item.value)
+        and _is_float(item.value)
+        and tapes.reach(item.value)
+    ]
+    return list({id(value): value for value in held}.values())
+
+
 def _overwritten(model: keras.Model, inputs: _Inputs) -> set[int]:
     """Returns the `id`s of values whose gradient is their next value."""
     variables = filter(keras_variables.is_overwritten, model.variables)
@@ -253,6 +240,15 @@ def _overwritten(model: keras.Model, inputs: _Inputs) -> set[int]:
         id(inputs.states.get(id(v), keras_variables.local(v.value)))
         for v in variables
     }
+
+
+def _start(model: keras.Model) -> States:
+    """Returns the values from which a second run of a call starts.
+
+    It then draws the same random numbers. A graph needs no second run.
+    """
+    frozen = model.non_trainable_variables if tf.executing_eagerly() else ()
+    return {id(v): keras_variables.copied(v) for v in frozen}
 
 
 def _as_function(model: keras.Model, call: Any, inputs: _Inputs) -> Callable:
@@ -290,18 +286,18 @@ def _run(
     args, kwargs = _with_arrays(inputs.nest, inputs.given, values[:count])
     new_values = values[count : count + len(inputs.mapped)]
     mapped = dict(zip(inputs.mapped, new_values, strict=True))
-    before = (start or {}) | inputs.states | mapped
+    states = (start or {}) | inputs.states | mapped
     scope = None
     if start is not None or inputs.scope is not None or not _TENSORFLOW:
-        scope = _new_scope(inputs.scope, before)
+        scope = _new_scope(inputs.scope, states)
     with (
         scope or contextlib.nullcontext(),
         global_state.as_called(inputs.context),
     ):
         known = {id(loss) for _, loss in layers.added_losses(model)}
-        attributes = _attributes(layers.flat_layers(model))
+        before = _items(layers.flat_layers(model))
         outputs = call(*args, **kwargs)
-        left = _taken_off(model, attributes)
+        left = _taken_off(model, before)
         added = [
             (layer, loss)
             for layer, loss in layers.added_losses(model)
@@ -311,9 +307,9 @@ def _run(
     updates = {
         key: value
         for key, value in after.items()
-        if value is not before.get(key)
+        if value is not states.get(key)
     }
-    arrays = _arrays([outputs, *(nest for _, nest in left.values())])
+    arrays = _arrays([outputs, *(item.value for item in left)])
     floats = [x for x in arrays if _is_float(x)]
     others = [x for x in arrays if not _is_float(x)]
     rest = _Rest(others, updates, outputs, left, added)
@@ -356,18 +352,42 @@ def _finished(
         return next(new if _is_float(array) else others)
 
     outputs = _rebuilt(rest.outputs, of_border)
-    for (_, key), (container, nest) in rest.left.items():
-        value = _rebuilt(nest, of_border)
-        if isinstance(container, list) and key == len(container):
-            container.append(value)
-        else:
-            container[key] = value
+    for item in rest.left:
+        item.put(_rebuilt(item.value, of_border))
     return outputs
 
 
-def _attributes(
-    owners: Iterable, before: Attributes | None = None
-) -> Attributes:
+class _Item(NamedTuple):
+    """An array, or a nest of arrays, that is an attribute of a layer.
+
+    Attributes:
+        container: The layer's attributes, or a list or dict among them.
+        key: The place in the container.
+        value: What is there.
+    """
+
+    container: Any
+    key: Any
+    value: Any
+
+    def is_among(self, items: "Items") -> bool:
+        """Returns whether one of the items is the same value in this place."""
+        same = items.get((id(self.container), self.key))
+        return same is not None and same.value is self.value
+
+    def put(self, value: Any) -> None:
+        """Puts a value in its place; a list may have lost it from its end."""
+        if isinstance(self.container, list) and self.key == len(self.container):
+            self.container.append(value)
+        else:
+            self.container[self.key] = value
+
+
+# An item by the `id` of its container, and its key there.
+Items = dict[tuple[int, Any], _Item]
+
+
+def _items(owners: Iterable, before: Items | None = None) -> Items:
     """Returns the arrays and nests that are attributes of objects.
 
     Args:
@@ -375,18 +395,18 @@ def _attributes(
         before: What they held before a call. A list or dict that is new is one
             nest, and an earlier one may have new items.
     """
-    held: Attributes = {}
+    found: Items = {}
 
     def walk(container: Any, keys: Iterable) -> None:
         for key in keys:
-            place, value = (id(container), key), container[key]
+            value = container[key]
             is_nest = isinstance(value, list | tuple | dict)
             kind: Any = type(value)
-            if place in held or not (is_nest or _is_array_type(kind)):
+            place = id(container), key
+            if place in found or not (is_nest or _is_array_type(kind)):
                 continue
-            held[place] = (container, value)
-            is_new = before is not None and _at(before, place) is not value
-            if is_nest and not is_new:
+            found[place] = item = _Item(container, key, value)
+            if is_nest and (before is None or item.is_among(before)):
                 is_dict = isinstance(value, dict)
                 walk(value, value if is_dict else range(len(value)))
 
@@ -394,57 +414,33 @@ def _attributes(
     names = [*map(layers.users_attributes, every)]
     for attributes, of_user in zip(every, names, strict=True):
         walk(attributes, of_user)
-    return held
+    return found
 
 
-def _at(attributes: Attributes, place: tuple[int, Any]) -> Any:
-    return attributes.get(place, (None, None))[1]
-
-
-def _taken_off(model: keras.Model, before: Attributes) -> Attributes:
+def _taken_off(model: keras.Model, before: Items) -> list[_Item]:
     """Returns what a call left on layers, such as scores for a later loss.
 
     The earlier attributes are restored, because a border returns its own. It is
     float32, like the results: a loss that casts 16 bits itself would send its
     gradient back through 16 bits before the border scales it.
     """
-    after = _attributes(layers.flat_layers(model), before)
+    after = _items(layers.flat_layers(model), before)
     left = {
-        place: (container, nest)
-        for place, (container, nest) in after.items()
-        if nest is not _at(before, place) and _arrays(nest)
+        place: item
+        for place, item in after.items()
+        if not item.is_among(before) and _arrays(item.value)
     }
     # A list loses its new items from its end.
-    for place, (container, _) in reversed(left.items()):
-        _, key = place
+    for place, item in reversed(left.items()):
         if place in before:
-            container[key] = before[place][1]
+            item.put(before[place].value)
         else:
-            del container[key]
-    return {
-        place: (
-            container,
-            tensors.map_leaves(nest, exact_values.to_float32_with_notes),
-        )
-        for place, (container, nest) in left.items()
-    }
-
-
-def _held(model: keras.Model, nest: Any) -> list:
-    """Lists further tensors of a call that gradients reach.
-
-    They are attributes of a layer, or of an argument of the user's own class.
-    """
-    owners = [*layers.flat_layers(model)]
-    tensors.map_leaves(nest, owners.append)
-    held = [
-        value
-        for _, value in _attributes(
-            owner for owner in owners if not _is_array(owner)
-        ).values()
-        if _is_array(value) and _is_float(value) and tapes.reach(value)
+            del item.container[item.key]
+    wide = exact_values.to_float32_with_notes
+    return [
+        item._replace(value=tensors.map_leaves(item.value, wide))
+        for item in left.values()
     ]
-    return list({id(value): value for value in held}.values())
 
 
 def _copied(array: Any) -> Any:

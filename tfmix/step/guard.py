@@ -557,31 +557,30 @@ def _mended(pairs: list) -> list:
     return [(variable, mended(variable, old)) for variable, old in pairs]
 
 
-def kept_finite(
-    model: keras.Model, call: Callable, *args: Any, **kwargs: Any
-) -> Any:
-    """Calls a model in training; undoes what it wrote if that is NaN.
+@contextlib.contextmanager
+def statistics_kept_finite(
+    model: keras.Model, training: bool | None
+) -> Iterator[None]:
+    """Undoes what a call of a model in training wrote if that is NaN.
 
     The step may be skipped, but BatchNormalization has already written. In your
     own loop, tfmix does not know when a step ends.
 
+    If a float variable that is not trained was finite before the block and is
+    not after it, all of these variables get their old values. Under XLA, in a
+    step of Keras's own, only that number is restored, because the guard undoes
+    the whole step if gradients are not finite.
+
     Args:
         model: The model.
-        call: Calls the model.
-        *args: Positional arguments of the call.
-        **kwargs: Keyword arguments of the call.
-
-    Returns:
-        What `call` returns. If a float variable that is not trained was finite
-        before and is not now, all of these variables get their old values.
-        Under XLA, in a step of Keras's own, only that number is restored,
-        because the guard undoes the whole step if gradients are not finite.
+        training: The mode that the call was given, `None` for that of the call
+            around it.
     """
-    in_training = kwargs.get("training")
-    if in_training is None:
-        in_training = global_state.is_training()
-    if not in_training:
-        return call(*args, **kwargs)
+    if training is None:
+        training = global_state.is_training()
+    if not training:
+        yield
+        return
     unlisted = layers.unlisted_variables(model)
     variables = [*model.non_trainable_variables, *unlisted]
     step = around()
@@ -597,20 +596,19 @@ def kept_finite(
             )
             for v in filter(keras_variables.is_state, variables)
         ]
-    outputs = call(*args, **kwargs)
+    yield
     one_by_one = step is not None and not step.is_own and tracing.by_xla()
     with keras_variables.autocast(None), replicas.one_replica([]):
         written = finite.written(before)
         if not one_by_one:
             stays = ops.logical_not(_any_lost(written))
             finite.restore_unless(stays, written)
-            return outputs
+            return
         for variable, old in written:
             # This is fused with the kernel that computes the value.
             if gradients.is_float(old):
                 new = keras_variables.read(variable)
                 variable.assign(ops.where(_is_lost(old, new), old, new))
-    return outputs
 
 
 def _any_lost(written: list) -> Any:
