@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 from keras import ops
+from keras.src.backend.common import stateless_scope
 from keras.src.backend.common import variables as backend_variables
 
 from tfmix import _formats
@@ -329,9 +330,29 @@ class Float32View(keras.Variable):
         return optimizers.key(self.stored)
 
 
+@functools.cache
+def is_variable_type(kind: Any) -> bool:
+    """Returns whether a type is one of Keras's variables."""
+    # These are tensors of TensorFlow, whose check takes long.
+    return issubclass(kind, keras.Variable)
+
+
 def backend_variable(variable: Any) -> Any:
-    """Returns the `tf.Variable` of a Keras variable, or the one given."""
-    return variable.value if isinstance(variable, keras.Variable) else variable
+    """Returns what stores a Keras variable here, such as its `tf.Variable`.
+
+    Its `value` may be a 16-bit copy for a layer. Another argument is returned
+    unchanged.
+    """
+    kind: Any = type(variable)
+    if not is_variable_type(kind):
+        return variable
+    scope = stateless_scope.get_stateless_scope()
+    if scope is not None:
+        value = scope.get_current_value(variable)
+        if value is not None:
+            return value
+    # A view stores nothing, and a variable without a value has a placeholder.
+    return variable.value if variable._value is None else variable._value
 
 
 def stored(variable: Any) -> Any:
@@ -347,7 +368,15 @@ def unwrap(value: Any) -> Any:
 
 def read(variable: Any) -> Any:
     """Returns a variable's current value, as a tensor that does not change."""
-    value = backend_variable(variable)
+    return _snapshot(backend_variable(variable))
+
+
+def read_by_layer(variable: keras.Variable) -> Any:
+    """Returns what a layer reads, which may be a 16-bit copy, as a tensor."""
+    return _snapshot(variable.value)
+
+
+def _snapshot(value: Any) -> Any:
     if keras.backend.backend() != "tensorflow" or isinstance(value, tf.Tensor):
         return value
     # `tf.convert_to_tensor` takes twice as long in eager mode.

@@ -201,13 +201,13 @@ class Call:
             if not self.read:
                 return value
             return tensors.with_leaves(value, self.read)
-        if _is_variable(kind):
+        if keras_variables.is_variable_type(kind):
             # A layer's variables of other dtypes are handed on as they came.
             dtype = str(value.dtype)
             if dtype in _formats.SIXTEEN_BIT:
                 name = id(value)
                 if name not in self.read:
-                    self.read[name] = keras_variables.read(value)
+                    self.read[name] = keras_variables.read_by_layer(value)
                 value = self.read[name]
         else:
             own = getattr(value, "dtype", None)
@@ -241,13 +241,22 @@ class Call:
         return self.op.run(self.args, self.kwargs)
 
     def with_factors(self, first: Any, second: Any) -> Callable:
-        """Returns the op as a function of two of its arguments."""
+        """Returns the op as a function of two of its arguments.
+
+        A gradient holds the function, which therefore holds neither of them.
+        """
+        run, count = self.op.run, len(self.args)
+        rest: dict[Any, Any] = {**dict(enumerate(self.args)), **self.kwargs}
+        one_at, other_at = (
+            next(name for name, value in rest.items() if value is factor)
+            for factor in (first, second)
+        )
+        rest |= {one_at: None, other_at: None}
 
         def function(one: Any, other: Any) -> Any:
-            others = {id(second): other, id(first): one}
-            return self.op.run(
-                *tensors.with_leaves((self.args, self.kwargs), others)
-            )
+            given = {**rest, one_at: one, other_at: other}
+            args = tuple([given.pop(place) for place in range(count)])
+            return run(args, given)
 
         return function
 
@@ -279,12 +288,6 @@ class Call:
             return None
         first, second = map(_is_weight, self.exact)
         return int(second) if first != second else None
-
-
-@functools.cache
-def _is_variable(kind: Any) -> bool:
-    # Keras's variables are tensors of TensorFlow, whose check takes long.
-    return issubclass(kind, keras.Variable)
 
 
 def _is_weight(exact: Exact | None) -> bool:

@@ -57,7 +57,7 @@ def snapshot(value: Any) -> Any:
     """Returns a variable's current value, and anything else unchanged."""
     # TensorFlow's variable is a reference, which later assignments change.
     is_variable = isinstance(value, keras.Variable)
-    return keras_variables.read(value) if is_variable else value
+    return keras_variables.read_by_layer(value) if is_variable else value
 
 
 def to_float32(value: Any) -> Any:
