@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -141,16 +142,52 @@ def unlisted_variables(model: keras.Model) -> list:
         return []
     import tensorflow as tf
 
-    held = tf.train.TrackableView(model).descendants()
-    kinds = keras.optimizers.Optimizer | keras.Metric
-    known = {id(variable) for variable in model.variables}
-    for owner in filter(lambda x: isinstance(x, kinds), held):
-        known.update(map(id, tf.train.TrackableView(owner).descendants()))
-    return [
-        x
-        for x in held
-        if isinstance(x, keras.Variable | tf.Variable) and id(x) not in known
-    ]
+    layers = flat_layers(model)
+    graphs = [getattr(layer, "_functional", None) for layer in layers]
+    seen = set(map(id, [*model.variables, *layers, *graphs]))
+    found: list = []
+
+    def visit(value: Any) -> None:
+        kind: Any = type(value)
+        what = _what_it_holds(kind)
+        if what is None or id(value) in seen:
+            return
+        seen.add(id(value))
+        if what == "value":
+            found.append(value)
+        elif what == "items":
+            for inner in value.values() if isinstance(value, dict) else value:
+                visit(inner)
+        else:
+            children: Any = tf.train.TrackableView.children(value)
+            for inner in children.values():
+                visit(inner)
+
+    # Each call of a model in training asks. TensorFlow's view of a layer's
+    # attributes takes longer than its call.
+    for layer in layers:
+        attributes = vars(layer)
+        for name in users_attributes(attributes):
+            visit(attributes[name])
+    return found
+
+
+@functools.cache
+def _what_it_holds(kind: Any) -> str | None:
+    """Returns where an object of a type has TensorFlow's variables, if it has.
+
+    Those of optimizers and metrics are their own.
+    """
+    import tensorflow as tf
+
+    if issubclass(kind, (keras.optimizers.Optimizer, keras.Metric)):
+        return None
+    if issubclass(kind, (keras.Variable, tf.Variable)):
+        return "value"
+    if issubclass(kind, (list, tuple, dict)):
+        return "items"
+    is_tracked = issubclass(kind, tf.__internal__.tracking.Trackable)
+    return "children" if is_tracked else None
 
 
 def called(model: keras.Layer) -> list[keras.Layer]:
