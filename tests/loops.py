@@ -1,9 +1,37 @@
-"""A training loop of the user's own, the same under both backends."""
+"""Gradients and training loops of the user's own, alike for both backends."""
 
 import keras
 from keras import ops
 
 from tests import steps
+
+
+def gradients(loss, variables, mode="eager"):
+    """Returns the gradients of `loss()`, `None` where there is none.
+
+    Args:
+        loss: Function that reads the variables.
+        variables: Variables of Keras.
+        mode: One of `steps.MODES`, how they are computed.
+    """
+    if keras.backend.backend() == "jax":
+        import jax
+
+        def of(values):
+            with keras.StatelessScope(zip(variables, values, strict=True)):
+                return loss()
+
+        values = [variable.value for variable in variables]
+        return steps.compiled(jax.grad(of), mode)(values)
+    import tensorflow as tf
+
+    def taken():
+        with tf.GradientTape() as tape:
+            value = loss()
+        found = tape.gradient(value, [v.value for v in variables])
+        return [g if g is None else tf.convert_to_tensor(g) for g in found]
+
+    return steps.compiled(taken, mode)()
 
 
 def squared_error(y, found):

@@ -8,7 +8,7 @@ import pytest
 from keras import layers, ops
 
 import tfmix
-from tests import helpers, steps
+from tests import helpers, loops, steps
 
 ON_JAX = keras.backend.backend() == "jax"
 if ON_JAX:
@@ -130,20 +130,7 @@ def error(guess):
 def gradients_by_loop(model, mode, loss):
     """Returns the gradients of a function of the model's results."""
     weights = model.trainable_variables
-    if ON_JAX:
-
-        def of(values):
-            return loss(lambda x: model.stateless_call(values, [], x)[0])
-
-        gradients = jax.grad(of)
-        return steps.compiled(gradients, mode)([v.value for v in weights])
-
-    def of():
-        with tf.GradientTape() as tape:
-            found = loss(model)
-        return tape.gradient(found, weights)
-
-    return steps.compiled(of, mode)()
+    return loops.gradients(lambda: loss(model), weights, mode)
 
 
 def by_fit(model, mode):

@@ -9,13 +9,14 @@ import pytest
 from keras import layers, ops
 
 import tfmix
-from tests import helpers
+from tests import helpers, loops, steps
 from tfmix._keras import tracing
 
 ON_JAX = keras.backend.backend() == "jax"
 # The last two run code that TensorFlow traces for a GPU.
 ON_TENSORFLOW = "eager", "graph", "jit", "eager-gpu", "gpu"
 WAYS = ("eager", "jit") if ON_JAX else ON_TENSORFLOW
+MODES_OF = {"jit": steps.MODES[-1], "eager-gpu": "eager", "gpu": "graph"}
 RNG = np.random.default_rng(0)
 
 
@@ -149,35 +150,13 @@ def gradients(policy, name, way, weights=None):
     if weights is not None:
         model.set_weights(weights)
 
-    def loss(outputs):
-        outputs = ops.cast(outputs, "float32")
+    def loss():
+        outputs = ops.cast(model(x, training=True), "float32")
         return ops.mean(ops.square(outputs - 0.3))
 
-    if ON_JAX:
-        import jax
-
-        state = [v.value for v in model.non_trainable_variables]
-
-        def of_weights(weights):
-            outputs, _ = model.stateless_call(weights, state, x, training=True)
-            return loss(outputs)
-
-        gradient = jax.grad(of_weights)
-        gradient = jax.jit(gradient) if way == "jit" else gradient
-        found = gradient([v.value for v in model.trainable_variables])
-    else:
-        import tensorflow as tf
-
-        def step(x):
-            with tf.GradientTape() as tape:
-                value = loss(model(x, training=True))
-            found = tape.gradient(value, model.trainable_variables)
-            return [tf.convert_to_tensor(g) for g in found]
-
-        if "eager" not in way:
-            step = tf.function(step, jit_compile=way == "jit")
-        with traced(way):
-            found = step(tf.constant(x))
+    with traced(way):
+        mode = MODES_OF.get(way, way)
+        found = loops.gradients(loss, model.trainable_variables, mode)
     return [np.asarray(g) for g in found], model.get_weights()
 
 
@@ -208,25 +187,12 @@ def of_kernel(x, upstream, dtype):
     tfmix.set_global_policy(dtype)
     layer = layers.Dense(upstream.shape[1], use_bias=False)
     layer.build(x.shape)
-    if ON_JAX:
-        import jax
 
-        def loss(kernel):
-            with keras.StatelessScope([(layer._kernel, kernel)]):
-                outputs = layer(x)
-            return ops.sum(ops.cast(outputs, "float32") * upstream)
+    def loss():
+        return ops.sum(ops.cast(layer(x), "float32") * upstream)
 
-        return np.asarray(jax.jit(jax.grad(loss))(layer._kernel.value))
-    import tensorflow as tf
-
-    @tf.function(jit_compile=True)
-    def gradient(x):
-        with tf.GradientTape() as tape:
-            outputs = layer(x)
-            loss = ops.sum(ops.cast(outputs, "float32") * upstream)
-        return tape.gradient(loss, layer._kernel.value)
-
-    return gradient(tf.constant(x)).numpy()
+    (found,) = loops.gradients(loss, [layer._kernel], steps.MODES[-1])
+    return np.asarray(found)
 
 
 @pytest.mark.parametrize(
