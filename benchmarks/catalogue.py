@@ -191,7 +191,9 @@ BENCHMARKS = (
         "What one step runs on a GPU in TensorFlow's own kernels, over Keras's "
         "own policy: the time of products at a T4's peaks, bytes, kernels. "
         "Each finite check and, in float16, each factor's scaling is a kernel. "
-        "The record has more models, and mixed_bfloat16.",
+        "The record has more models, and mixed_bfloat16. An `LSTM` or `GRU` "
+        "runs a loop only where cuDNN does not take it: with other "
+        "activations, recurrent dropout or `use_cudnn=False`.",
         (TENSORFLOW,),
         (
             Quote(

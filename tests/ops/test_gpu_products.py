@@ -87,9 +87,10 @@ def test_a_gpu_multiplies_16_bit_factors(name, policy):
 
 # The gradient of the inputs, which nobody asks for, is no product.
 @pytest.mark.parametrize(
-    ("name", "products", "biases"), [("lstm", 5, 1), ("conv_lstm", 20, 4)]
+    ("name", "products", "biases", "kept"),
+    [("lstm", 5, 1, 15), ("conv_lstm", 20, 4, 21)],
 )
-def test_a_loop_computes_each_gradient_once(name, products, biases):
+def test_a_loop_computes_each_gradient_once(name, products, biases, kept):
     with tracing.compiled_for("cuda"):
         graph = step(name, "mixed_float16").graph
     found = types(graph)
@@ -98,6 +99,8 @@ def test_a_loop_computes_each_gradient_once(name, products, biases):
     assert of_kernels == products + biases
     # Three accumulators and the list of inputs, and where two paths meet.
     assert found["AddN"] <= 8
+    # A weight is kept for the gradient of what it multiplies, not for its own.
+    assert found["TensorListPopBack"] == kept
 
 
 @pytest.mark.parametrize("rows", [4, None])

@@ -329,10 +329,14 @@ def _of_wide_weight(
 
 
 def _pulled(function: Callable[[Any], Any], at: Any, upstream: Any) -> Any:
-    """Returns a gradient; the function's result is dead code in a graph."""
+    """Returns the gradient of an affine function, which is alike everywhere.
+
+    The function's result is dead code in a graph.
+    """
     # The gradient of a loop has a graph of its own, in which a tape does not
-    # know what the loop has computed.
-    at = tf.identity(at)
+    # know what the loop has computed. The loop keeps no values for a constant.
+    is_known = at.shape.is_fully_defined() and not tf.executing_eagerly()
+    at = tf.zeros(at.shape, at.dtype) if is_known else tf.identity(at)
     with tf.GradientTape() as tape:
         tape.watch(at)
         result = function(at)
