@@ -26,6 +26,7 @@ from tfmix import _formats
 from tfmix._keras import (
     context_values,
     global_state,
+    kernels,
     op_places,
     tracing,
 )
@@ -476,7 +477,7 @@ def _with_repeated(call: Call, place: int, dtype: str) -> Any:
         return tensors.map_leaves(
             result, functools.partial(tensors.narrow, dtype=dtype)
         )
-    copy = exact_values.weight_copy(weight, tensors.cast(weight, call.dtype))
+    copy = exact_values.weight_copy(weight, kernels.cast(weight, call.dtype))
     call.args = tuple(copy if x is repeated else x for x in call.args)
     call.tensors[place], call.exact[place] = copy, exact_values.note(copy)
     return call.op.row.by_weight(call)

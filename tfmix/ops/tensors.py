@@ -12,8 +12,6 @@ from tfmix import _formats
 from tfmix._keras import kernels
 from tfmix._keras import variables as keras_variables
 
-cast = kernels.cast
-
 
 def float_dtype(value: Any) -> str:
     """Returns a tensor's float dtype, "sparse" if it is that, else ""."""
@@ -62,12 +60,16 @@ def snapshot(value: Any) -> Any:
 
 def to_float32(value: Any) -> Any:
     """Casts a 16-bit tensor to float32 and returns anything else unchanged."""
-    return cast(snapshot(value), "float32") if is_16_bit(value) else value
+    if not is_16_bit(value):
+        return value
+    return kernels.cast(snapshot(value), "float32")
 
 
 def narrow(value: Any, dtype: str) -> Any:
     """Casts a float32 tensor to a dtype and returns anything else unchanged."""
-    return cast(value, dtype) if float_dtype(value) == "float32" else value
+    if float_dtype(value) != "float32":
+        return value
+    return kernels.cast(value, dtype)
 
 
 def finite(value: Any, dtype: str) -> Any:
@@ -84,7 +86,7 @@ def finite(value: Any, dtype: str) -> Any:
         keras.ops.isfinite(value), keras.ops.abs(value) > limit
     )
     within = keras.ops.where(beyond, keras.ops.sign(value) * (limit / 2), value)
-    return cast(within, dtype)
+    return kernels.cast(within, dtype)
 
 
 def not_zero(value: Any, dtype: str) -> Any:

@@ -19,6 +19,7 @@ import numpy as np
 from tfmix._keras import (
     context_values,
     global_state,
+    kernels,
     layers,
     tapes,
 )
@@ -66,7 +67,7 @@ def copied(original: Callable, variable: Any, value: Any, dtype: str) -> Any:
         return original(variable, value)
     # The variable is read once, as the tensor that is then copied.
     weight = keras_variables.read(value)
-    copy = tensors.cast(weight, dtype)
+    copy = kernels.cast(weight, dtype)
     multiply = getattr(variable, _CHOSEN, None)
     return exact_values.weight_copy(weight, copy, multiply)
 
