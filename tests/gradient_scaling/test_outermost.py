@@ -1,6 +1,8 @@
 """The dtype of a model's results depends on how it is called."""
 
 import collections
+import itertools
+import sys
 from typing import Any, NamedTuple
 
 import keras
@@ -205,3 +207,54 @@ def test_a_sum_beyond_float16_is_returned_after_the_scope_as_well(in_scope):
         inside = model(x)
     found = inside if in_scope else model(x)
     np.testing.assert_array_equal(found, [1e5, 1e5])
+
+
+def of_five(set_policy):
+    set_policy("mixed_float16")
+    return keras.Sequential(
+        [keras.Input((3,)), *(layers.Dense(3, "relu") for _ in range(5))]
+    )
+
+
+def called(model, training=None):
+    return model(ops.convert_to_tensor(X), training=training)
+
+
+def taped(model, training=None):
+    import tensorflow as tf
+
+    with tf.GradientTape() as tape:
+        result = ops.cast(called(model, training), "float32")
+        loss = tf.reduce_mean(tf.square(result))
+    return tape.gradient(loss, model.trainable_variables)
+
+
+def python_calls(run):
+    """Counts the calls of Python functions, which no load of the host moves."""
+    count = itertools.count()
+
+    def note(frame, event, argument):
+        if event == "call":
+            next(count)
+
+    for _ in range(2):
+        run()
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return next(count)
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize(("run", "most"), [(called, 1.15), (taped, 1.5)])
+@pytest.mark.parametrize("training", [None, True])
+def test_eager_mode_makes_few_more_python_calls_than_with_keras(
+    run, most, training
+):
+    # Keras's policy computes all of it in 16 bit, and scales nothing.
+    theirs = of_five(keras.config.set_dtype_policy)
+    allowed = most * python_calls(lambda: run(theirs, training))
+    ours = of_five(tfmix.set_global_policy)
+    assert python_calls(lambda: run(ours, training)) <= allowed

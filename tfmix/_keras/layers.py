@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -147,28 +147,25 @@ def unlisted_variables(model: keras.Model) -> list:
     seen = set(map(id, [*model.variables, *layers, *graphs]))
     found: list = []
 
-    def visit(value: Any) -> None:
-        kind: Any = type(value)
-        what = _what_it_holds(kind)
-        if what is None or id(value) in seen:
-            return
-        seen.add(id(value))
-        if what == "value":
-            found.append(value)
-        elif what == "items":
-            for inner in value.values() if isinstance(value, dict) else value:
-                visit(inner)
-        else:
-            children: Any = tf.train.TrackableView.children(value)
-            for inner in children.values():
-                visit(inner)
+    def visit(values: Iterable) -> None:
+        for value in values:
+            kind: Any = type(value)
+            what = _what_it_holds(kind)
+            if what is None or id(value) in seen:
+                continue
+            seen.add(id(value))
+            if what == "value":
+                found.append(value)
+            elif what == "items":
+                visit(value.values() if isinstance(value, dict) else value)
+            else:
+                visit(tf.train.TrackableView.children(value).values())
 
     # Each call of a model in training asks. TensorFlow's view of a layer's
     # attributes takes longer than its call.
     for layer in layers:
         attributes = vars(layer)
-        for name in users_attributes(attributes):
-            visit(attributes[name])
+        visit([attributes[name] for name in users_attributes(attributes)])
     return found
 
 

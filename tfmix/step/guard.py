@@ -587,20 +587,18 @@ def statistics_kept_finite(
     if step is not None and step.is_own:
         # The guard restores the others.
         variables = [v for v in variables if id(v) not in step.watched]
-    # Values are compared as they are stored, not as 16-bit layers read them.
-    with keras_variables.autocast(None):
-        before = [
-            (
-                keras_variables.local(keras_variables.stored(v)),
-                keras_variables.read(v),
-            )
-            for v in filter(keras_variables.is_state, variables)
-        ]
+    before = [
+        (
+            keras_variables.local(keras_variables.stored(v)),
+            keras_variables.read(v),
+        )
+        for v in filter(keras_variables.is_state, variables)
+    ]
     yield
     one_by_one = step is not None and not step.is_own and tracing.by_xla()
-    with keras_variables.autocast(None), replicas.one_replica([]):
+    with replicas.one_replica([]):
         written = finite.written(before)
-        if not one_by_one:
+        if written and not one_by_one:
             stays = ops.logical_not(_any_lost(written))
             finite.restore_unless(stays, written)
             return
