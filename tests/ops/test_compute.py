@@ -137,6 +137,14 @@ def test_a_weight_shared_by_many_rows_gets_the_sum_of_float32(
 
 
 @pytest.mark.parametrize("mode", steps.MODES)
+def test_what_is_made_of_weights_alone_may_be_beyond_16_bit(mode):
+    def exponential(x, w):
+        return x * (ops.exp(8 * w) * 1e-5)
+
+    against_float32.check(exponential, ROWS[:3], GAINS, mode=mode)
+
+
+@pytest.mark.parametrize("mode", steps.MODES)
 @pytest.mark.parametrize(
     "product",
     [
