@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 
+from tfmix._keras import replacing
 from tfmix.gradient_scaling import model_call
 
 ON_JAX = keras.backend.backend() == "jax"
@@ -118,6 +119,11 @@ def reloaded(model, **settings):
         path = pathlib.Path(folder, "model.keras")
         model.save(path)
         return keras.saving.load_model(path, **settings)
+
+
+def is_guarded(model):
+    """Returns whether a skipped step of a model leaves no trace."""
+    return replacing.part(model, replacing.GUARD) is not None
 
 
 def takes_scaled_gradients(optimizer):

@@ -10,7 +10,6 @@ from tests import helpers
 from tests import test_one_program as one_program
 from tfmix._keras import compile_method
 from tfmix.autocast import record as mixed_model
-from tfmix.step import guard
 
 POLICIES = ("mixed_float16", "mixed_bfloat16")
 
@@ -47,7 +46,7 @@ def test_a_float32_model_is_left_alone(kind, wrap):
         before = set(vars(model))
         model.compile(optimizer, "mse")
         assert model.optimizer is optimizer
-        assert not guard.is_guarded(model)
+        assert not helpers.is_guarded(model)
         config = model._compile_config.config
         return set(vars(model)) - before, config.keys(), model
 

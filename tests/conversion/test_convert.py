@@ -14,7 +14,6 @@ from tfmix.conversion import convert
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.loss_scaling import rules
 from tfmix.policy import policy as policies
-from tfmix.step import guard
 
 MIXED = ["mixed_float16", "mixed_bfloat16"]
 X = np.random.default_rng(5).normal(size=(8, 6)).astype("float32")
@@ -160,7 +159,7 @@ def test_a_compiled_model_trains_on_and_comes_back(kind):
     report = convert.apply_policy(model, "mixed_float16")
     assert type(model.optimizer) is scaling.LossScaleOptimizer
     assert model.optimizer.inner_optimizer is adam
-    assert guard.is_guarded(model)
+    assert helpers.is_guarded(model)
     before = model.get_weights()
     model.fit(X, Y, verbose=0)
     assert int(model.optimizer.iterations) == 2
@@ -168,7 +167,7 @@ def test_a_compiled_model_trains_on_and_comes_back(kind):
     assert any(map(np.any, map(np.subtract, trained, before)))
     report.undo()
     assert model.optimizer is adam
-    assert not guard.is_guarded(model)
+    assert not helpers.is_guarded(model)
     for now, then in zip(model.get_weights(), trained, strict=True):
         np.testing.assert_array_equal(now, then)
     model.fit(X, Y, verbose=0)
@@ -449,7 +448,7 @@ def test_prepare_converts_wraps_and_guards(level, dtype, rule):
         assert type(optimizer.rule) is rule
     model.compile(optimizer, "sparse_categorical_crossentropy")
     assert model.optimizer is optimizer
-    assert guard.is_guarded(model) == scaled
+    assert helpers.is_guarded(model) == scaled
 
 
 @pytest.mark.parametrize("keep", [True, False])

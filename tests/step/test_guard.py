@@ -175,9 +175,9 @@ def test_bad_batches_leave_no_trace_beside(make, mode):
 def test_guarding_twice_and_compiling_again_change_nothing():
     model = compiled(graph(layers.BatchNormalization()))
     fit(model, data())
-    assert not guards.is_guarded(model)
+    assert not helpers.is_guarded(model)
     assert guards.guard(guards.guard(model)) is model
-    assert guards.is_guarded(model)
+    assert helpers.is_guarded(model)
     fit(model, data(bad=[1]))
     model.compile(optimizers.LossScaleOptimizer("sgd"), loss="mse")
     fit(model, data(bad=[1]))
@@ -204,8 +204,8 @@ def test_a_guarded_model_is_saved_and_loaded_like_any_other(tmp_path):
         loaded.predict(x, verbose=0), model.predict(x, verbose=0)
     )
     assert type(loaded.optimizer) is optimizers.LossScaleOptimizer
-    assert guards.is_guarded(loaded)
-    assert not guards.is_guarded(compiled(graph()))
+    assert helpers.is_guarded(loaded)
+    assert not helpers.is_guarded(compiled(graph()))
     fit(loaded, (x, y))
     again = keras.models.load_model(tmp_path / "model.keras")
     fit(guards.guard(again), (x, y))

@@ -104,11 +104,6 @@ def attach(model: keras.Model, *, asked_for: bool | None = None) -> None:
     model.train_function = None
 
 
-def is_guarded(model: keras.Model) -> bool:
-    """Returns whether a skipped step of the model leaves no trace."""
-    return replacing.part(model, replacing.GUARD) is not None
-
-
 @keras.saving.register_keras_serializable("tfmix")
 class Guarded:
     """Records in a model's file that it was guarded, for its `compile`.
