@@ -379,6 +379,8 @@ def read_by_layer(variable: keras.Variable) -> Any:
 def _snapshot(value: Any) -> Any:
     if keras.backend.backend() != "tensorflow" or isinstance(value, tf.Tensor):
         return value
+    if isinstance(value, Float32View):
+        return value.load()
     # `tf.convert_to_tensor` takes twice as long in eager mode.
     return value.value()
 
