@@ -63,7 +63,8 @@ def call(
             with context_values.holding(outside=run.outside):
                 return function(*tensors)
 
-        results, losses, rest = _recorded(tape, first, inside)
+        watched = filter(tapes.reach, inside) if tape else ()
+        results, losses, rest = _recorded(tape, first, inside, [*watched])
     pairs = zip(tensors, inside, strict=True)
     copies = [id(new) for given, new in pairs if id(given) in overwritten]
     border = run.border(results, losses, {*overwritten, *copies})
@@ -219,13 +220,23 @@ def _tape() -> tf.GradientTape:
 
 
 def _recorded(
-    tape: tf.GradientTape | None, function: Function, tensors: Sequence
+    tape: tf.GradientTape | None,
+    function: Function,
+    tensors: Sequence,
+    watched: Sequence | None = None,
 ) -> Results:
-    """Returns a function's results, recorded by a tape if there is one."""
+    """Returns a function's results, recorded by a tape if there is one.
+
+    Args:
+        tape: The tape.
+        function: The function.
+        tensors: Its arguments.
+        watched: Those that gradients are asked of. Defaults to all.
+    """
     if tape is None:
         return function(*tensors)
     with tape:
-        tape.watch(tensors)
+        tape.watch(tensors if watched is None else watched)
         return function(*tensors)
 
 

@@ -101,6 +101,11 @@ def contracted(
         factors = [inputs, upstream, narrow]
         return _summed(multiplied, factors[: 2 if is_eager else 3], count)
 
+    def of_inputs(upstream: Any, narrow: Any) -> Any:
+        return _product(upstream, narrow, axes.of_inputs)
+
+    if is_eager and used is None and axes.new:
+        return _recorded(function, inputs, weight, of_inputs, of_weight)
     return _with_gradient(function, inputs, weight, of_weight)
 
 
@@ -168,7 +173,21 @@ def combined(
             return _of_term(_wide(upstream), weight, signs[1])
         return _of_wide_weight(function, inputs, weight, upstream)
 
+    if tf.executing_eagerly() and signs and _repeats(weight, inputs):
+        is_negative = signs[0] < 0
+
+        def of_inputs(upstream: Any, narrow: Any) -> Any:
+            return -upstream if is_negative else upstream
+
+        return _recorded(function, inputs, weight, of_inputs, of_weight)
     return _with_gradient(function, inputs, weight, of_weight)
+
+
+def _repeats(term: Any, other: Any) -> bool:
+    """Returns whether a sum with another term has the shape of that one."""
+    own, whole = term.shape.as_list(), other.shape.as_list()
+    sizes = zip(own[::-1], whole[::-1], strict=False)
+    return len(own) <= len(whole) and all(n in (1, m) for n, m in sizes)
 
 
 def _of_term(upstream: Any, term: Any, sign: int) -> Any:
@@ -318,6 +337,49 @@ def _with_gradient(
 
     sources = [result, inputs, weight]
     (result,) = tapes.replaced([result], sources, [], of_all)
+    return result
+
+
+def _recorded(
+    function: Function,
+    inputs: Any,
+    weight: Any,
+    of_inputs: Gradient,
+    of_weight: Gradient,
+) -> Any:
+    """Returns a result for which a tape records both gradients (eager).
+
+    TensorFlow's own gradient would compute that of the 16-bit weight as well.
+
+    Args:
+        function: Computes the result.
+        inputs: Tensor of a 16-bit dtype.
+        weight: Float32 tensor.
+        of_inputs: Returns the gradient of the inputs.
+        of_weight: Returns the gradient of the weight.
+    """
+    with tapes.unrecorded():
+        narrow = kernels.cast(weight, inputs.dtype)
+    if not tapes.reach(weight):
+        return function(inputs, narrow)
+    with tapes.unrecorded():
+        result = function(inputs, narrow)
+    # Nobody asks for the gradient of a model's own inputs.
+    reaches_inputs = tapes.reach(inputs)
+
+    def of_sources(upstream: Any) -> list:
+        with context_values.holding(rules=context_values.NO_RULES):
+            total = of_weight(upstream, narrow)
+            if not reaches_inputs:
+                return [total]
+            factor = narrow
+            if tapes.is_recorded():
+                # The gradient of this one needs to know the weight.
+                factor = kernels.cast(weight, inputs.dtype)
+            return [total, of_inputs(upstream, factor)]
+
+    sources = [weight, inputs] if reaches_inputs else [weight]
+    tapes.record_gradient(result, sources, of_sources)
     return result
 
 
