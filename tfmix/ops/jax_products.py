@@ -46,6 +46,7 @@ def contracted(
     *,
     used: Callable[[Any], Any] = lambda inputs: inputs,
     in_loop: bool = False,
+    copy: Any = None,
 ) -> Any:
     """Computes a product of matrices.
 
@@ -62,10 +63,12 @@ def contracted(
         axes: The axes that `function` sums.
         used: Returns the part of the inputs that is multiplied.
         in_loop: Whether the product is computed in each step of a loop.
+        copy: The weight in 16 bit; not used here.
 
     Returns:
         The result of `function` for the inputs and the rounded weight.
     """
+    del copy
     if not in_loop:
         return _mixed(used(inputs), weight, axes)
 
@@ -120,6 +123,7 @@ def combined(
     *,
     signs: tuple[int, int] | None,
     in_loop: bool = False,
+    copy: Any = None,
 ) -> Any:
     """Computes a function of each element, such as a sum with a bias.
 
@@ -131,10 +135,12 @@ def combined(
             if it multiplies them.
         in_loop: Whether it runs in each step of a loop, which would keep the
             repeated weights of all steps.
+        copy: The weight in 16 bit; not used here.
 
     Returns:
         The result of `function` for the inputs and the rounded weight.
     """
+    del copy
     bilinear = signs is None
     if not (bilinear or in_loop):
         # The weight is repeated in float32, rounded and added. Backwards, the

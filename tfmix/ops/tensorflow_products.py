@@ -66,6 +66,7 @@ def contracted(
     *,
     used: Callable[[Any], Any] | None = None,
     in_loop: bool = False,
+    copy: Any = None,
 ) -> Any:
     """Computes a product of matrices.
 
@@ -78,6 +79,7 @@ def contracted(
             all.
         in_loop: Whether it runs in each step of a loop, where XLA would write
             the float32 result and read it again in every step.
+        copy: The weight in the dtype of the inputs, if it is known.
 
     Returns:
         The result of `function` for the inputs and the rounded weight.
@@ -105,7 +107,8 @@ def contracted(
         return _product(upstream, narrow, axes.of_inputs)
 
     if is_eager and used is None and axes.new:
-        return _recorded(function, inputs, weight, of_inputs, of_weight)
+        gradients = of_inputs, of_weight
+        return _recorded(function, inputs, weight, copy, gradients)
     return _with_gradient(function, inputs, weight, of_weight)
 
 
@@ -148,6 +151,7 @@ def combined(
     *,
     signs: tuple[int, int] | None,
     in_loop: bool = False,
+    copy: Any = None,
 ) -> Any:
     """Computes a function of each element, such as a sum with a bias.
 
@@ -158,6 +162,7 @@ def combined(
         signs: The signs with which `function` adds inputs and weight; `None`
             if it multiplies them.
         in_loop: Whether it runs in each step of a loop; not used here.
+        copy: The weight in the dtype of the inputs, if it is known.
 
     Returns:
         The result of `function` for the inputs and the rounded weight.
@@ -179,7 +184,8 @@ def combined(
         def of_inputs(upstream: Any, narrow: Any) -> Any:
             return -upstream if is_negative else upstream
 
-        return _recorded(function, inputs, weight, of_inputs, of_weight)
+        gradients = of_inputs, of_weight
+        return _recorded(function, inputs, weight, copy, gradients)
     return _with_gradient(function, inputs, weight, of_weight)
 
 
@@ -344,8 +350,8 @@ def _recorded(
     function: Function,
     inputs: Any,
     weight: Any,
-    of_inputs: Gradient,
-    of_weight: Gradient,
+    copy: Any,
+    gradients: tuple[Gradient, Gradient],
 ) -> Any:
     """Returns a result for which a tape records both gradients (eager).
 
@@ -355,11 +361,12 @@ def _recorded(
         function: Computes the result.
         inputs: Tensor of a 16-bit dtype.
         weight: Float32 tensor.
-        of_inputs: Returns the gradient of the inputs.
-        of_weight: Returns the gradient of the weight.
+        copy: The weight in the dtype of the inputs, `None` if it is not known.
+        gradients: Return the gradients of the inputs, and of the weight.
     """
+    of_inputs, of_weight = gradients
     with tapes.unrecorded():
-        narrow = kernels.cast(weight, inputs.dtype)
+        narrow = kernels.cast(weight, inputs.dtype) if copy is None else copy
     if not tapes.reach(weight):
         return function(inputs, narrow)
     with tapes.unrecorded():

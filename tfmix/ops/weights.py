@@ -113,6 +113,7 @@ def _combined(call: Call, signs: tuple[int, int] | None) -> Any:
         weight,
         signs=signs,
         in_loop=context_values.block.get().in_loop,
+        copy=call.tensors[place],
     )
 
 
@@ -147,7 +148,12 @@ def product(axes_of: Axes) -> Callable[[Call], Any]:
             return _combined(call, None)
         in_loop = context_values.block.get().in_loop
         return products.contracted(
-            function, inputs, weight, axes, in_loop=in_loop
+            function,
+            inputs,
+            weight,
+            axes,
+            in_loop=in_loop,
+            copy=call.tensors[place],
         )
 
     return multiply
