@@ -162,6 +162,24 @@ def test_raw_features_reach_a_normalization_unchanged(mode, form, policy):
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_inputs_stay_exact_after_the_policy_is_float32_again(policy):
+    x = np.array([[99_900.0], [100_100.0]], "float32")
+    tfmix.set_global_policy(policy)
+    embedding, normalization = (
+        keras.layers.Embedding(70_000, 2),
+        keras.layers.Normalization(),
+    )
+    normalization.adapt(x)
+    looked_up, normalized = Around(embedding), Around(normalization)
+    tfmix.set_global_policy("float32")
+    found = helpers.to_numpy(looked_up(np.array([[60_001.0]], "float32")))
+    row = helpers.to_numpy(embedding.embeddings)[60_001]
+    np.testing.assert_allclose(found[0, 0], row, rtol=0.01)
+    found = helpers.to_numpy(normalized(x))
+    np.testing.assert_allclose(found, [[-1.0], [1.0]], rtol=0.01)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("value", [0.1, -999.0, -1e5])
 def test_a_masked_value_need_not_fit_in_16_bit(value, policy):
     with tfmix.policy_scope(policy):

@@ -365,8 +365,7 @@ def change_policy(layer: keras.Layer, **methods: Callable) -> None:
     policy = layer.dtype_policy
     if type(policy) is keras.DTypePolicy:
         own = keras.DTypePolicy(policy.name)
-        # Other methods that were replaced before stay.
-        vars(own).update(vars(policy), **methods)
+        vars(own).update(methods)
         set_policy(layer, own)
 
 
