@@ -98,10 +98,14 @@ def holding(**values: Any) -> Iterator[None]:
         **values: New values by the names of `Block`; others stay.
     """
     outside = block.get()
-    before = {name: getattr(outside, name) for name in values}
-    block.set(Block(**{**vars(outside), **values}))
+    inside = Block(**{**vars(outside), **values})
+    block.set(inside)
     try:
         yield
     finally:
-        # Scopes need not end in reverse order, so only these are restored.
-        block.set(Block(**{**vars(block.get()), **before}))
+        now = block.get()
+        if now is not inside:
+            # Scopes need not end in reverse order, so only these are restored.
+            before = {name: getattr(outside, name) for name in values}
+            outside = Block(**{**vars(now), **before})
+        block.set(outside)

@@ -278,16 +278,22 @@ def copy_mask(source: Any, destination: Any) -> None:
         masking.set_keras_mask(destination, mask)
 
 
-def users_attributes(attributes: Mapping[str, Any]) -> list[str]:
+def users_attributes(attributes: Mapping[str, Any]) -> tuple[str, ...]:
     """Lists the attributes of a layer that Keras and TensorFlow have not set.
 
     Losses that calls have added are among Keras's.
     """
-    return [
+    return _users_names(tuple(attributes))
+
+
+# A layer is asked several times in each call.
+@functools.lru_cache(maxsize=1024)
+def _users_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(
         name
-        for name in attributes
+        for name in names
         if name not in _KERAS_ATTRIBUTES and not name.startswith("_self_")
-    ]
+    )
 
 
 _KERAS_ATTRIBUTES = frozenset(vars(keras.layers.Layer(name="any")))

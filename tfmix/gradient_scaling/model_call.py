@@ -38,6 +38,7 @@ else:
 
 # Models that scale their gradients inside.
 _scaling: weakref.WeakSet[keras.Model] = weakref.WeakSet()
+_NESTS = list, tuple, dict
 # Maps the `id` of a variable to its value, like a `keras.StatelessScope`.
 States = dict[int, Any]
 
@@ -400,10 +401,12 @@ def _items(owners: Iterable, before: Items | None = None) -> Items:
     def walk(container: Any, keys: Iterable) -> None:
         for key in keys:
             value = container[key]
-            is_nest = isinstance(value, list | tuple | dict)
             kind: Any = type(value)
+            is_nest = issubclass(kind, _NESTS)
+            if not (is_nest or _is_array_type(kind)):
+                continue
             place = id(container), key
-            if place in found or not (is_nest or _is_array_type(kind)):
+            if place in found:
                 continue
             found[place] = item = _Item(container, key, value)
             if is_nest and (before is None or item.is_among(before)):

@@ -40,6 +40,8 @@ _SMALL = 2.0**-6
 # The sum of so few terms is exact to some units of a 16-bit last place.
 _FEW = 64
 _NUMBERS = (int, float, np.integer, np.floating)
+# A union of types is made anew wherever it is written.
+_NESTS, _ARRAYS = (list, tuple, dict), (np.generic, np.ndarray)
 _PLAIN = frozenset((str, bool, type(None), type(...), slice))
 _ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 _block = context_values.block.get
@@ -198,7 +200,7 @@ class Call:
             return value
         if kind in _PLAIN:
             return value
-        if isinstance(value, list | tuple | dict):
+        if isinstance(value, _NESTS):
             for one in value.values() if isinstance(value, dict) else value:
                 self._see(one)
             if not self.read:
@@ -215,7 +217,7 @@ class Call:
         else:
             own = getattr(value, "dtype", None)
             dtype = "" if own is None else tensors.known_dtype(kind, own)
-        if isinstance(value, np.generic | np.ndarray) and _is_number(value):
+        if isinstance(value, _ARRAYS) and _is_number(value):
             if is_argument:
                 self.numbers.append(value)
             return value
