@@ -12,7 +12,7 @@ from tfmix._keras import kernels
 # These are quick in eager mode.
 ops: Any
 if keras.backend.backend() == "tensorflow":
-    from tfmix._keras import raw_ops
+    from tfmix.gradient_scaling import raw_ops
 
     ops = raw_ops
 else:
