@@ -179,6 +179,62 @@ def test_inputs_stay_exact_after_the_policy_is_float32_again(policy):
     np.testing.assert_allclose(found, [[-1.0], [1.0]], rtol=0.01)
 
 
+@keras.saving.register_keras_serializable("exact inputs")
+class Sums(keras.Model):
+    """Sums its features in a layer that computes in float32."""
+
+    def __init__(self, by_rule, **settings):
+        super().__init__(**settings)
+        self.by_rule = by_rule
+        own = {"name": "in_float32"} if by_rule else {"dtype": "float32"}
+        self.sum = keras.layers.Dense(1, kernel_initializer="ones", **own)
+
+    def call(self, x):
+        return self.sum(x)
+
+    def get_config(self):
+        return {**super().get_config(), "by_rule": self.by_rule}
+
+
+def loaded(model, tmp_path):
+    model.save(tmp_path / "model.keras")
+    found = keras.models.load_model(tmp_path / "model.keras")
+    found.compile("sgd", "mse")
+    return found
+
+
+def converted(model, tmp_path):
+    tfmix.apply_policy(model, "float32")
+    rules = [keras.layers.Dense]
+    policy = tfmix.Policy("mixed_bfloat16", float32_layers=rules)
+    tfmix.apply_policy(model, policy)
+    return model
+
+
+WAYS = {
+    "made": lambda model, tmp_path: model,
+    "loaded": loaded,
+    "converted": converted,
+}
+
+
+@pytest.mark.every_case("each way gives a layer its inputs at another place")
+@pytest.mark.parametrize("by_rule", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_float32_layer_sees_exact_inputs_however_it_was_made(
+    way, by_rule, tmp_path
+):
+    rules = ["in_float32"] if by_rule else []
+    policy = tfmix.Policy("mixed_bfloat16", float32_layers=rules)
+    with tfmix.policy_scope(policy):
+        model = Sums(by_rule)
+    # bfloat16 rounds both.
+    x = np.array([[257.0, 2049.0]], "float32")
+    model(x)
+    model = WAYS[way](model, tmp_path)
+    assert helpers.to_numpy(model(x)).item() == 2306.0
+
+
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("value", [0.1, -999.0, -1e5])
 def test_a_masked_value_need_not_fit_in_16_bit(value, policy):

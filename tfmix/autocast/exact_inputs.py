@@ -40,6 +40,8 @@ def keep_exact(layer: keras.Layer) -> None:
     elif isinstance(layer, keras.Sequential):
         # Each of its layers casts its own inputs.
         _use_converter(layer, exact_values.pass_on)
+    elif layer.compute_dtype == "float32":
+        look_behind_casts(layer)
     elif isinstance(layer, keras.layers.Masking):
         _use_converter(layer, exact_values.remember)
         call = functools.partial(_mask_exactly, layer)

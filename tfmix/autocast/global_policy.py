@@ -383,7 +383,9 @@ def _initializer(original: Callable) -> Callable:
 
 def _prepare(layer: keras.Layer, dtype: Any, policy: keras.DTypePolicy) -> None:
     """Gives a layer that was just initialized its part of the policy."""
-    if not layers.takes_casts(layer):
+    is_sixteen_bit = policies.is_sixteen_bit(policy)
+    is_float32 = is_sixteen_bit and layer.compute_dtype == "float32"
+    if is_float32 or not layers.takes_casts(layer):
         exact_inputs.keep_exact(layer)
     if dtype is None:
         layers.mark(layer, by_policy=True)
@@ -395,7 +397,7 @@ def _prepare(layer: keras.Layer, dtype: Any, policy: keras.DTypePolicy) -> None:
         layers.set_policy(layer, policies.plain(dtype))
     if isinstance(layer, keras.Model):
         record.set_policy(layer, policy)
-    if policies.is_sixteen_bit(policy) and not layers.is_structure(layer):
+    if is_sixteen_bit and not layers.is_structure(layer):
         fallback.attach(layer)
 
 

@@ -122,8 +122,6 @@ def _set_policy(
     layers.set_policy(layer, policy)
     if among_16_bit and not layers.is_input(layer):
         exact_inputs.keep_exact(layer)
-        if policy.compute_dtype == "float32":
-            exact_inputs.look_behind_casts(layer)
         if not layers.is_structure(layer):
             fallback.attach(layer)
 
