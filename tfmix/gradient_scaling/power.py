@@ -59,7 +59,7 @@ def of(gradients: Sequence, losses: Sequence, factor: Any) -> Power:
         The power, which is `factor` if all are zero or one is not finite.
 
     Examples:
-        >>> float(of([ops.array([0.0, -3e-6])], [], 1.0).up) * 3e-6
+        >>> float(of([keras.ops.array([0.0, -3e-6])], [], 1.0).up) * 3e-6
         1.572864
     """
     sizes = [kernels.cast(ops.abs(x), "float32") for x in (*gradients, *losses)]
