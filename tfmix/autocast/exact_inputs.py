@@ -40,7 +40,7 @@ def keep_exact(layer: keras.Layer) -> None:
     elif isinstance(layer, keras.Sequential):
         # Each of its layers casts its own inputs.
         _use_converter(layer, exact_values.pass_on)
-    elif layer.compute_dtype == "float32":
+    elif layer.dtype_policy.compute_dtype == "float32":
         look_behind_casts(layer)
     elif isinstance(layer, keras.layers.Masking):
         _use_converter(layer, exact_values.remember)

@@ -384,7 +384,9 @@ def _initializer(original: Callable) -> Callable:
 def _prepare(layer: keras.Layer, dtype: Any, policy: keras.DTypePolicy) -> None:
     """Gives a layer that was just initialized its part of the policy."""
     is_sixteen_bit = policies.is_sixteen_bit(policy)
-    is_float32 = is_sixteen_bit and layer.compute_dtype == "float32"
+    # A layer's own `compute_dtype` may need what its constructor sets later.
+    own_dtype = layer.dtype_policy.compute_dtype
+    is_float32 = is_sixteen_bit and own_dtype == "float32"
     if is_float32 or not layers.takes_casts(layer):
         exact_inputs.keep_exact(layer)
     if dtype is None:
