@@ -9,7 +9,7 @@ from benchmarks import catalogue
 _INTRODUCTION = """\
 # Benchmarks
 
-<!-- Made by `make bench`; what is written here by hand is lost. -->
+<!-- Made by `make bench`, not by hand. -->
 
 `make bench` measures all of this again, `make bench ONLY="gpu faults"` some.
 The JSON files in `docs/benchmarks/` have the rows that are not shown here, and
