@@ -88,7 +88,7 @@ BENCHMARKS = (
         "The scripts of `examples/`, trained in float32 and in 16 bit from the "
         "same three seeds: mean, lowest and highest test accuracy in percent, "
         "or what is named. `many_devices` and `many_workers` also skip one bad "
-        "step in each epoch; devices are virtual CPU devices.",
+        "step in each epoch.",
         (TENSORFLOW,),
         (
             Quote(
@@ -199,7 +199,7 @@ BENCHMARKS = (
         "What one step runs on a GPU in TensorFlow's own kernels, over Keras's "
         "own policy: the time of products at a T4's peaks, bytes, kernels. "
         "Each finite check and, in float16, each factor's scaling is a kernel. "
-        "The record has more models, and mixed_bfloat16. An `LSTM` or `GRU` "
+        "The record has more models. An `LSTM` or `GRU` "
         "runs a loop only where cuDNN does not take it: with other "
         "activations, recurrent dropout or `use_cudnn=False`.",
         (TENSORFLOW,),
