@@ -109,3 +109,26 @@ def test_gradients_of_a_whole_test_step_are_those_of_float32():
     np.testing.assert_allclose(
         found["mixed_float16"], found["float32"], rtol=0.02, atol=1e-10
     )
+
+
+@pytest.mark.parametrize("factor", [1e-9, 1e6])
+def test_gradients_of_a_step_in_a_callback_are_those_of_float32(factor):
+    found = {}
+
+    class Saliency(keras.callbacks.Callback):
+        def on_predict_batch_end(self, batch, logs=None):
+            trained = [v.value for v in self.model.trainable_variables]
+
+            def loss(x):
+                results, _ = self.model.predict_step((trained, []), (x,))
+                return factor * keras.ops.sum(results)
+
+            found[policy] = jax.grad(loss)(X)
+
+    for policy in ("float32", "mixed_float16"):
+        compiled(Curious, policy).predict(
+            X, batch_size=32, verbose=0, callbacks=[Saliency()]
+        )
+    np.testing.assert_allclose(
+        found["mixed_float16"], found["float32"], rtol=0.02, atol=1e-2 * factor
+    )

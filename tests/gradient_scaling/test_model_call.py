@@ -332,3 +332,27 @@ def test_a_layer_may_hold_a_handle():
     with tf.GradientTape() as tape:
         loss = tf.reduce_mean(model(X))
     assert None not in tape.gradient(loss, model.trainable_variables)
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_second_gradients_beside_a_frozen_layer_are_those_of_float32(frozen):
+    import tensorflow as tf
+
+    found = {}
+    for policy in ("float32", "mixed_float16"):
+        tfmix.set_global_policy(policy)
+        keras.utils.set_random_seed(0)
+        model = dense(5, 4)
+        model.layers[frozen].trainable = False
+        weights = [v.value for v in model.trainable_variables]
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                loss = tf.reduce_mean(model(X, training=True) ** 3)
+            first = inner.gradient(loss, weights)
+            penalty = tf.add_n([tf.reduce_sum(g * g) for g in first])
+        found[policy] = outer.gradient(penalty, weights)
+    for ours, right in zip(*found.values(), strict=True):
+        np.testing.assert_allclose(
+            right, ours, rtol=0.02, atol=0.01 * np.max(np.abs(ours))
+        )

@@ -282,3 +282,27 @@ def test_products_have_every_derivative():
         )
     rematerialised = jax.checkpoint(mine)
     close(jax.jit(jax.grad(rematerialised, 1))(x, w), expected(wide, w))
+
+
+@helpers.requires_backend("jax")
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_a_weight_that_is_read_before_a_loop_sums_its_steps_in_float32(policy):
+    import jax
+
+    class Rows(layers.Layer):
+        def build(self, shape):
+            self.kernel = self.add_weight(shape=(4, 4))
+
+        def call(self, x):
+            kernel = ops.convert_to_tensor(self.kernel)
+            return ops.map(lambda row: ops.matmul(row, kernel), x)
+
+    tfmix.set_global_policy(policy)
+    model = keras.Sequential([keras.Input((4,), batch_size=4000), Rows()])
+    x = np.ones((4000, 4), "float32")
+
+    def total(weights):
+        return model.stateless_call(weights, [], x, training=True)[0].sum()
+
+    (gradient,) = jax.grad(total)([v.value for v in model.trainable_variables])
+    assert np.all(gradient == 4000)

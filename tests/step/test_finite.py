@@ -147,3 +147,14 @@ def test_it_holds_where_kerass_float_type_is_bfloat16():
     given[1][0] = np.nan
     assert compiled_check()(given) == [False, True, False]
     assert not bool(finite.all_finite(given))
+
+
+@helpers.requires_backend("jax")
+def test_large_gradients_on_explicit_axes_are_checked():
+    import jax
+
+    devices = jax.devices()[:2]
+    mesh = jax.make_mesh((len(devices),), ("d",), devices=devices)
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+    large = jax.device_put(np.ones((4, 2**18), "float32"), rows)
+    assert bool(jax.jit(lambda x: finite.all_finite([x]))(large))

@@ -30,7 +30,7 @@ class Block:
             if they are unscaled.
         in_fit: Whether `fit`, or another method of a model, runs its step, so
             that a line after the epoch reports skipped steps.
-        in_inference: Whether `evaluate` or `predict` of a model runs.
+        in_inference: Whether Keras runs a step of `evaluate` or `predict`.
         unasked: A token of the trace whose gradient nobody can ask for, `None`
             if there is none (JAX).
         fit: The callback that reports the skipped steps of the `fit` around,

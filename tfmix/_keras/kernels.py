@@ -153,8 +153,8 @@ def by_target(
 
     Args:
         single: Computes it on a single accelerator.
-        default: Computes the same where accelerators share the tensors.
-        cpu: Computes the same on CPUs. Defaults to `default`.
+        default: Computes the same where devices share the tensors.
+        cpu: Computes the same on a single CPU. Defaults to `default`.
         shaped: Returns the shape and the dtype of the result, so that only the
             function that is chosen is traced.
     """
@@ -165,9 +165,9 @@ def by_target(
     def lower(context: Any, *values: Any) -> Any:
         around = context.module_context
         is_alone = getattr(around.axis_context, "num_devices", None) == 1
-        chosen = single if is_alone else default
-        if "cpu" in around.platforms:
-            chosen = cpu or default
+        on_cpu = "cpu" in around.platforms
+        alone = (cpu or default) if on_cpu else single
+        chosen = alone if is_alone else default
         lowering = mlir.lower_fun(chosen, multiple_results=False)
         return lowering(context, *values)
 

@@ -42,6 +42,8 @@ if keras.backend.backend() == "tensorflow":
 # A graph holds its own gradient functions under this name.
 _OF_GRAPH = "_tfmix_gradients"
 _LOOPS = "While", "StatelessWhile"
+# Functions that `inferring` has made have this attribute.
+_INFERRING = "_tfmix_inferring"
 _numbers = itertools.count()
 
 # Takes a gradient for each result, and returns one for each input.
@@ -75,12 +77,29 @@ def inference_step(original: Callable, *args: Any, **kwargs: Any) -> Any:
     """Runs a step of `evaluate` or `predict`, which Keras itself traces.
 
     Nobody can take a gradient of it as a whole. What the step differentiates
-    itself is part of another transformation.
+    itself is part of another transformation, also where it calls a step again.
     """
-    if not context_values.block.get().in_inference:
+    block = context_values.block.get()
+    if not block.in_inference or block.unasked is not None:
         return original(*args, **kwargs)
     with context_values.holding(unasked=tracing.transformation()):
         return original(*args, **kwargs)
+
+
+def inferring(function: Callable) -> Callable:
+    """Returns Keras's own function of a step of `evaluate` or `predict`.
+
+    Callbacks, which may differentiate a step, run outside of it.
+    """
+    if hasattr(function, _INFERRING):
+        return function
+
+    def inferred(*args: Any, **kwargs: Any) -> Any:
+        with context_values.holding(in_inference=True, unasked=None):
+            return function(*args, **kwargs)
+
+    setattr(inferred, _INFERRING, True)
+    return inferred
 
 
 def traced_for_gradients(original: Callable) -> Callable:

@@ -125,8 +125,8 @@ class _MixedModel:
             "call": self._call,
             "compile": functools.partial(compile_method.while_watched, model),
             "fit": self._fit,
-            "evaluate": functools.partial(self._inferred, "evaluate"),
-            "predict": functools.partial(self._inferred, "predict"),
+            "evaluate": functools.partial(self._swapped, "evaluate"),
+            "predict": functools.partial(self._swapped, "predict"),
             "make_train_function": self._make_train_function,
             "train_step": self._train_step,
             "test_step": self._test_step,
@@ -140,6 +140,9 @@ class _MixedModel:
             wrappers[files.CHILDREN] = self._children
         else:
             wrappers["predict_step"] = tapes.inference_step
+            for kind in ("test", "predict"):
+                make = functools.partial(self._make_inferring, kind)
+                wrappers[f"make_{kind}_function"] = make
         if isinstance(model, keras.Sequential):
             # It creates its own input, which casts, before it is called.
             wrappers["build"] = self._build
@@ -211,11 +214,14 @@ class _MixedModel:
                 optimizers.swap_averages_by(undo, callback, *swaps)
             return original(*args, **kwargs)
 
-    def _inferred(
-        self, method: str, original: Callable, *args: Any, **kwargs: Any
+    def _make_inferring(
+        self, kind: str, original: Callable, *args: Any, **kwargs: Any
     ) -> Any:
-        with context_values.holding(in_inference=True):
-            return self._swapped(method, original, *args, **kwargs)
+        made = original(*args, **kwargs)
+        name = f"{kind}_function"
+        function = tapes.inferring(getattr(self._model, name))
+        setattr(self._model, name, function)
+        return made
 
     def _test_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         step = functools.partial(self._under_rules, original)

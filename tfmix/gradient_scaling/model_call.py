@@ -246,10 +246,16 @@ def _overwritten(model: keras.Model, inputs: _Inputs) -> set[int]:
 def _start(model: keras.Model) -> States:
     """Returns the values from which a second run of a call starts.
 
-    It then draws the same random numbers. A graph needs no second run.
+    It then draws the same random numbers. A graph needs no second run. Weights
+    that Keras freezes are variables that a tape watches all the same.
     """
-    frozen = model.non_trainable_variables if tf.executing_eagerly() else ()
-    return {id(v): keras_variables.copied(v) for v in frozen}
+    if not tf.executing_eagerly():
+        return {}
+    return {
+        id(v): keras_variables.copied(v)
+        for v in model.non_trainable_variables
+        if not keras_variables.is_watched(v)
+    }
 
 
 def _as_function(model: keras.Model, call: Any, inputs: _Inputs) -> Callable:

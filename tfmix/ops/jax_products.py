@@ -29,15 +29,6 @@ Linear = Callable[[Any, Any, Any, Any], Any]
 Axes = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
 
 
-def is_exact(dtype: str) -> bool:
-    """Returns whether JAX's own products have exact gradients in a dtype.
-
-    bfloat16 has float32's range, so the gradient of a weight's copy is only
-    rounded once and then widened.
-    """
-    return dtype != "float16"
-
-
 def contracted(
     function: Function,
     inputs: Any,
@@ -50,15 +41,18 @@ def contracted(
 ) -> Any:
     """Computes a product of matrices.
 
-    The weight's gradient is one product that sums in float32 and returns
-    float32; GPUs run that as fast as with a 16-bit result. In a loop, which
-    also reads and writes the sum over all steps in float32, this would move an
-    eighth more bytes. There, the inputs are divided by about the square root of
-    the number of rows, and the 16-bit result is multiplied in float32.
+    In float16 the weight's gradient is one product that sums in float32 and
+    returns float32; GPUs run that as fast as with a 16-bit result. In a loop,
+    which also reads and writes the sum over all steps in float32, this would
+    move an eighth more bytes. There, the inputs are divided by about the square
+    root of the number of rows, and the 16-bit result is multiplied in float32.
+    bfloat16 has float32's range, so its result is only rounded once and then
+    widened. Each product has a copy of its own, since JAX adds the gradients of
+    one copy, from the steps of a loop, in 16 bit.
 
     Args:
         function: Computes the product.
-        inputs: Tensor of float16.
+        inputs: Tensor of a 16-bit dtype.
         weight: Float32 tensor.
         axes: The axes that `function` sums.
         used: Returns the part of the inputs that is multiplied.
@@ -69,6 +63,8 @@ def contracted(
         The result of `function` for the inputs and the rounded weight.
     """
     del copy
+    if inputs.dtype != jnp.float16:
+        return function(inputs, weight.astype(inputs.dtype))
     if not in_loop:
         return _mixed(used(inputs), weight, axes)
 
@@ -87,13 +83,13 @@ def convolved(
 ) -> Any:
     """Computes a convolution.
 
-    No accelerator returns a filter's gradient of 16-bit factors in float32. The
-    incoming gradient is divided by about the square root of the number of
-    summed positions, and the result is multiplied in float32.
+    No accelerator returns a filter's gradient of 16-bit factors in float32. In
+    float16, the incoming gradient is divided by about the square root of the
+    number of summed positions, and the result is multiplied in float32.
 
     Args:
         function: Computes the convolution.
-        inputs: Tensor of float16.
+        inputs: Tensor of a 16-bit dtype.
         weight: Float32 tensor.
         positions: Returns the number of summed positions for the shapes of
             the inputs and the result.
@@ -101,6 +97,8 @@ def convolved(
     Returns:
         The result of `function` for the inputs and the rounded weight.
     """
+    if inputs.dtype != jnp.float16:
+        return function(inputs, weight.astype(inputs.dtype))
 
     def linear(inputs: Any, weight: Any, tangent: Any, result: Any) -> Any:
         del weight

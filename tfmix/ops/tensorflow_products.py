@@ -51,12 +51,6 @@ def _on_local(compute: Callable[..., Any]) -> Callable[..., Any]:
     return computed
 
 
-def is_exact(dtype: str) -> bool:
-    """Returns whether TensorFlow's own products have exact gradients."""
-    del dtype
-    return False
-
-
 @_on_local
 def contracted(
     function: Function,

@@ -142,7 +142,7 @@ def product(axes_of: Axes) -> Callable[[Call], Any]:
         result = own and axes and own(inputs, weight, axes)
         if result is not None:
             return result
-        if not is_asked or products.is_exact(call.dtype):
+        if not is_asked:
             return call.plain()
         if axes is None:
             return _combined(call, None)
@@ -203,7 +203,7 @@ def convolved(call: Call) -> Any:
     place = call.weight_at()
     if place != 1:
         return _combined(call, None)
-    if not tapes.may_be_asked() or products.is_exact(call.dtype):
+    if not tapes.may_be_asked():
         return call.plain()
     function, inputs, weight = _factors(call, place)
     original, given = call.op.original, _by_name(call)
