@@ -58,10 +58,11 @@ class Exact(NamedTuple):
     multiply: Callable | None = None
 
 
-# Returns the note on a tensor, `None` without one.
-note: Callable[[Any], Exact | None] = functools.partial(
-    global_state.note, name=NOTE
-)
+def note(tensor: Any) -> Exact | None:
+    """Returns the note on a tensor, `None` without one."""
+    # As a `functools.partial`, Python 3.11 crashed while it collected garbage.
+    noted: Exact | None = global_state.note(tensor, NOTE)
+    return noted
 
 
 def put(tensor: Any, exact: Exact) -> None:
