@@ -42,8 +42,6 @@ if keras.backend.backend() == "tensorflow":
 # A graph holds its own gradient functions under this name.
 _OF_GRAPH = "_tfmix_gradients"
 _LOOPS = "While", "StatelessWhile"
-# Functions that `inferring` has made have this attribute.
-_INFERRING = "_tfmix_inferring"
 _numbers = itertools.count()
 
 # Takes a gradient for each result, and returns one for each input.
@@ -86,20 +84,18 @@ def inference_step(original: Callable, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
 
-def inferring(function: Callable) -> Callable:
-    """Returns Keras's own function of a step of `evaluate` or `predict`.
+class Inferring:
+    """Keras's own function of a step of `evaluate` or `predict`.
 
     Callbacks, which may differentiate a step, run outside of it.
     """
-    if hasattr(function, _INFERRING):
-        return function
 
-    def inferred(*args: Any, **kwargs: Any) -> Any:
+    def __init__(self, function: Callable) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with context_values.holding(in_inference=True, unasked=None):
-            return function(*args, **kwargs)
-
-    setattr(inferred, _INFERRING, True)
-    return inferred
+            return self._function(*args, **kwargs)
 
 
 def traced_for_gradients(original: Callable) -> Callable:

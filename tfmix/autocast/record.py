@@ -219,8 +219,9 @@ class _MixedModel:
     ) -> Any:
         made = original(*args, **kwargs)
         name = f"{kind}_function"
-        function = tapes.inferring(getattr(self._model, name))
-        setattr(self._model, name, function)
+        function = getattr(self._model, name)
+        if not isinstance(function, tapes.Inferring):
+            setattr(self._model, name, tapes.Inferring(function))
         return made
 
     def _test_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
