@@ -189,7 +189,7 @@ BENCHMARKS = (
         "first_use",
         "The first use",
         "Under JAX, `compile` and the first `fit`, `evaluate` and `predict` "
-        "took 1.03 to 1.05 times Keras's CPU time in float16, 1.13 to 1.29 in "
+        "took 1.07 times Keras's CPU time in float16, 1.17 to 1.26 in "
         "bfloat16.",
         (JAX,),
     ),
