@@ -1,6 +1,8 @@
 """The border of a model changes nothing but its gradients."""
 
+import functools
 import gc
+import types
 import weakref
 
 import keras
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 
 import tfmix
-from tests import helpers
+from tests import helpers, loops
 from tfmix.diagnostics import programs
 
 ON_JAX = keras.backend.backend() == "jax"
@@ -287,6 +289,59 @@ def test_an_unreferenced_model_is_freed(use):
     keras.utils.clear_session()
     gc.collect()
     assert model() is None
+
+
+@pytest.fixture
+def garbage():
+    """Lists what is freed only as part of a cycle, once it is asked for."""
+
+    def found():
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        return gc.garbage
+
+    gc.collect()
+    gc.disable()
+    yield found
+    gc.set_debug(0)
+    gc.garbage.clear()
+    gc.enable()
+
+
+class KeepsScores(keras.layers.Layer):
+    """Keeps a tensor, and adds a loss."""
+
+    def call(self, x):
+        self.scores = x * 2
+        self.add_loss(keras.ops.mean(self.scores))
+        return self.scores
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("way", ["fit", "loop"])
+def test_an_eager_step_leaves_nothing_to_the_garbage_collector(way, garbage):
+    model = dense(3, 1)
+    model.add(KeepsScores())
+    optimizer = tfmix.LossScaleOptimizer(keras.optimizers.SGD())
+    y = keras.ops.ones((8, 1))
+    if way == "fit":
+        model.compile(optimizer, "mse", run_eagerly=True, jit_compile=False)
+        step = functools.partial(model.fit, X, y, verbose=0)
+    else:
+        loop = loops.Loop(model, optimizer, "eager")
+        step = functools.partial(loop.step, X, y)
+    for _ in range(2):
+        step()
+    gc.collect()
+    step()
+    tensor = type(y)
+    ours = [
+        one
+        for one in garbage()
+        for kind in [one if isinstance(one, types.FunctionType) else type(one)]
+        if kind is tensor or kind.__module__.startswith("tfmix")
+    ]
+    assert not ours
 
 
 class Codes(keras.Model):

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -119,16 +119,13 @@ def inner_operations(layer: Any) -> list:
 def flat_layers(layer: Any) -> list:
     """Returns a layer and all layers inside it, each once, in order."""
     by_id: dict[int, keras.Layer] = {}
-
-    def visit(outer: keras.Layer) -> None:
+    waiting = [layer] if isinstance(layer, keras.Layer) else []
+    while waiting:
+        outer = waiting.pop()
         if id(outer) not in by_id:
             by_id[id(outer)] = outer
             # Keras's own walk reverses the order inside inner models.
-            for inner in outer._layers:
-                visit(inner)
-
-    if isinstance(layer, keras.Layer):
-        visit(layer)
+            waiting += reversed(outer._layers)
     return list(by_id.values())
 
 
@@ -146,26 +143,28 @@ def unlisted_variables(model: keras.Model) -> list:
     graphs = [getattr(layer, "_functional", None) for layer in layers]
     seen = set(map(id, [*model.variables, *layers, *graphs]))
     found: list = []
-
-    def visit(values: Iterable) -> None:
-        for value in values:
-            kind: Any = type(value)
-            what = _what_it_holds(kind)
-            if what is None or id(value) in seen:
-                continue
-            seen.add(id(value))
-            if what == "value":
-                found.append(value)
-            elif what == "items":
-                visit(value.values() if isinstance(value, dict) else value)
-            else:
-                visit(tf.train.TrackableView.children(value).values())
-
     # Each call of a model in training asks. TensorFlow's view of a layer's
     # attributes takes longer than its call.
-    for layer in layers:
-        attributes = vars(layer)
-        visit([attributes[name] for name in users_attributes(attributes)])
+    waiting = [
+        attributes[name]
+        for attributes in map(vars, layers)
+        for name in users_attributes(attributes)
+    ][::-1]
+    while waiting:
+        value = waiting.pop()
+        kind: Any = type(value)
+        what = _what_it_holds(kind)
+        if what is None or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if what == "value":
+            found.append(value)
+        elif what == "items":
+            inner = value.values() if isinstance(value, dict) else value
+            waiting += reversed([*inner])
+        else:
+            inner = tf.train.TrackableView.children(value).values()
+            waiting += reversed([*inner])
     return found
 
 

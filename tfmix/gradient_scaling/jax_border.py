@@ -238,8 +238,10 @@ def _known(
             ],
             results,
         )
-        # A second derivative cannot pass through `results` themselves.
-        return known(*primals), jax.tree.map(_moved, beyond, pushed)
+        # A second derivative cannot pass through `results` themselves. If the
+        # rule held `known`, which holds the rule, arrays would be freed late.
+        again = _known(results, kept, values, function, gradients)
+        return again, jax.tree.map(_moved, beyond, pushed)
 
     return known(results, kept, values)
 

@@ -80,7 +80,8 @@ def at_border(
     if not tapes.may_be_asked():
         results = call(*args, **kwargs)
         return _unscaled(model.name, results) if _TENSORFLOW else results
-    inputs = _inputs(model, (args, kwargs))
+    scope = global_state.open_scope()
+    inputs = _inputs(model, (args, kwargs), scope)
     values = _values(model, inputs)
     if not _TENSORFLOW:
         # An unbuilt model creates its variables in the call.
@@ -101,7 +102,7 @@ def at_border(
             floats, losses, rest = jax_border.call(
                 function, values, overwritten
             )
-    return _finished(model, inputs.scope, floats, losses, rest)
+    return _finished(model, scope, floats, losses, rest)
 
 
 def _unscaled(name: str, results: Any) -> Any:
@@ -131,7 +132,9 @@ class _Inputs(NamedTuple):
     Attributes:
         nest: The arguments of the call, and its keyword arguments.
         given: Those arrays of the nest that are arguments of the function.
-        scope: The stateless scope around the call, if there is one.
+        collects: Whether the stateless scope around the call collects losses;
+            `None` without one. The scope itself gets the losses of the border,
+            which hold the function that these inputs are for.
         states: The values that the scope has for variables.
         mapped: The `id`s of those variables whose values are arguments.
         context: What Keras knows of the call, such as `training`.
@@ -139,7 +142,7 @@ class _Inputs(NamedTuple):
 
     nest: Any
     given: list
-    scope: keras.StatelessScope | None
+    collects: bool | None
     states: States
     mapped: list[int]
     context: Any
@@ -170,15 +173,16 @@ if not _TENSORFLOW:
     )
 
 
-def _inputs(model: keras.Model, nest: Any) -> _Inputs:
+def _inputs(
+    model: keras.Model, nest: Any, scope: keras.StatelessScope | None
+) -> _Inputs:
     nest = tensors.map_leaves(nest, keras_variables.unwrap)
-    scope = global_state.open_scope()
     states = {} if scope is None else dict(scope.state_mapping)
     others = _of_others(model) if states else set()
     return _Inputs(
         nest,
         given=list(filter(_is_argument, _arrays(nest))),
-        scope=scope,
+        collects=scope and scope.collect_losses,
         states=states,
         mapped=[
             key
@@ -295,8 +299,8 @@ def _run(
     mapped = dict(zip(inputs.mapped, new_values, strict=True))
     states = (start or {}) | inputs.states | mapped
     scope = None
-    if start is not None or inputs.scope is not None or not _TENSORFLOW:
-        scope = _new_scope(inputs.scope, states)
+    if start is not None or inputs.collects is not None or not _TENSORFLOW:
+        scope = _new_scope(inputs.collects, states)
     with (
         scope or contextlib.nullcontext(),
         global_state.as_called(inputs.context),
@@ -323,11 +327,9 @@ def _run(
     return floats, [loss for _, loss in added], rest
 
 
-def _new_scope(
-    outside: keras.StatelessScope | None, states: States
-) -> keras.StatelessScope:
+def _new_scope(collects: bool | None, states: States) -> keras.StatelessScope:
     scope = keras.StatelessScope(
-        collect_losses=outside is None or outside.collect_losses,
+        collect_losses=collects is not False,
         initialize_variables=False,
     )
     scope.state_mapping = dict(states)
@@ -403,26 +405,24 @@ def _items(owners: Iterable, before: Items | None = None) -> Items:
             nest, and an earlier one may have new items.
     """
     found: Items = {}
-
-    def walk(container: Any, keys: Iterable) -> None:
-        for key in keys:
-            value = container[key]
-            kind: Any = type(value)
-            is_nest = issubclass(kind, _NESTS)
-            if not (is_nest or _is_array_type(kind)):
-                continue
-            place = id(container), key
-            if place in found:
-                continue
-            found[place] = item = _Item(container, key, value)
-            if is_nest and (before is None or item.is_among(before)):
-                is_dict = isinstance(value, dict)
-                walk(value, value if is_dict else range(len(value)))
-
     every = [getattr(owner, "__dict__", {}) for owner in owners]
-    names = [*map(layers.users_attributes, every)]
-    for attributes, of_user in zip(every, names, strict=True):
-        walk(attributes, of_user)
+    waiting: list[tuple[Any, Any]] = [
+        (attributes, name)
+        for attributes in every
+        for name in layers.users_attributes(attributes)
+    ][::-1]
+    while waiting:
+        container, key = waiting.pop()
+        value = container[key]
+        kind: Any = type(value)
+        is_nest = issubclass(kind, _NESTS)
+        place = id(container), key
+        if not (is_nest or _is_array_type(kind)) or place in found:
+            continue
+        found[place] = item = _Item(container, key, value)
+        if is_nest and (before is None or item.is_among(before)):
+            keys = value if isinstance(value, dict) else range(len(value))
+            waiting += reversed([(value, inner) for inner in keys])
     return found
 
 
@@ -503,20 +503,23 @@ def _arrays(nest: Any) -> list:
 
 def _rebuilt(nest: Any, function: Callable[[Any], Any]) -> Any:
     """Applies a function to the arrays of a nest and what is attached."""
+    return tensors.map_leaves(nest, functools.partial(_rebuilt_leaf, function))
 
-    def of_leaf(leaf: Any) -> Any:
-        if _TENSORFLOW and isinstance(leaf, tf.__internal__.CompositeTensor):
-            # These are ragged or sparse tensors.
-            return tf.nest.map_structure(of_leaf, leaf, expand_composites=True)
-        if not _is_array(leaf):
-            return leaf
-        new = function(leaf)
-        global_state.copy_notes(
-            leaf, new, lambda x: function(x) if _is_array(x) else x
-        )
-        return new
 
-    return tensors.map_leaves(nest, of_leaf)
+def _rebuilt_leaf(function: Callable[[Any], Any], leaf: Any) -> Any:
+    # A function that called itself by a closure would be a reference cycle,
+    # which keeps eager tensors until Python collects garbage.
+    if _TENSORFLOW and isinstance(leaf, tf.__internal__.CompositeTensor):
+        # These are ragged or sparse tensors.
+        of_part = functools.partial(_rebuilt_leaf, function)
+        return tf.nest.map_structure(of_part, leaf, expand_composites=True)
+    if not _is_array(leaf):
+        return leaf
+    new = function(leaf)
+    global_state.copy_notes(
+        leaf, new, lambda x: function(x) if _is_array(x) else x
+    )
+    return new
 
 
 def _is_argument(array: Any) -> bool:

@@ -174,11 +174,16 @@ def _with_gradient(
     def _(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
         inputs, weight = primals
         of_inputs, of_weight = tangents
-        value = result(inputs, weight)
+        # If the rule held `result`, which holds the rule, arrays would be freed
+        # late.
+        again = functools.partial(
+            _with_gradient, function, linear, bilinear=bilinear
+        )
+        value = again(inputs, weight)
         changes = []
         if not isinstance(of_inputs, SymbolicZero):
             if bilinear:
-                changes.append(result(of_inputs, weight))
+                changes.append(again(of_inputs, weight))
             else:
                 narrow = weight.astype(inputs.dtype)
                 changes.append(
