@@ -153,7 +153,7 @@ BENCHMARKS = (
         "Optimizer state in 8 bits",
         "The same training with the optimizer state in float32 and in 8 bits; "
         "mean and standard deviation of five seeds. On a CPU under JAX, a "
-        "step takes several times as long. More in "
+        "step takes about twice as long. More in "
         "[Memory](memory.md#optimizer-state-in-8-bits).",
         (JAX,),
         (Quote(JAX, "Language of a text, accuracy in %", _STATE),),

@@ -8,7 +8,7 @@ import pytest
 from keras import ops
 
 from tests import helpers, sixteen_bit
-from tfmix.optimizers import bfloat16_optimizer, flat, master_weights
+from tfmix.optimizers import bfloat16_optimizer, elementwise, master_weights
 
 JAX = keras.backend.backend() == "jax"
 Masters = master_weights.MasterWeightOptimizer
@@ -27,7 +27,7 @@ def test_masters_are_the_inner_optimizers_own_float32_run(name):
         expected = sixteen_bit.variables("float32")
         sixteen_bit.run(helpers.make_optimizer(name), expected, steps)
         ways = set(sixteen_bit.EXACT_WAYS)
-        if name not in flat.ELEMENTWISE:
+        if name not in elementwise.NAMES:
             ways.remove("flat")
         for way in sorted(ways):
             stored = sixteen_bit.variables("bfloat16")

@@ -6,7 +6,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 from keras import ops
@@ -28,6 +28,14 @@ _DECLARED = "never_negative"
 # Variables with fewer elements save too little memory. Embeddings, which have
 # this in their paths, have gradients that differ most from row to row.
 _SMALL, _RARE = 4096, "embedding"
+
+
+class Created(NamedTuple):
+    """A state that an optimizer created for a variable, and its name."""
+
+    variable: keras.Variable
+    name: str | None
+    state: keras.Variable
 
 
 def check(slot_dtype: Rules, allowed: Sequence[str]) -> Rules:
@@ -136,7 +144,7 @@ def replace_state(
     undo: contextlib.ExitStack,
     optimizer: Any,
     make: Callable[..., variables.Float32View | None],
-) -> list[tuple[str | None, keras.Variable]]:
+) -> list[Created]:
     """Makes an optimizer round its state until a stack unwinds.
 
     Args:
@@ -146,10 +154,10 @@ def replace_state(
             returns the state as a view, `None` to keep it as it is.
 
     Returns:
-        A list to which the names and the states will be added.
+        A list to which the states will be added.
     """
     check_rounding(optimizer)
-    created: list[tuple[str | None, keras.Variable]] = []
+    created: list[Created] = []
     original = optimizer.add_variable_from_reference
 
     def add(
@@ -166,7 +174,7 @@ def replace_state(
             # What the view stores is tracked already. Removing that from the
             # list of tracked variables would stop TensorFlow from saving it.
             optimizers.count_as_tracked(optimizer, state)
-        created.append((name, state))
+        created.append(Created(reference_variable, name, state))
         return state
 
     replacing.swap(undo, optimizer, "add_variable_from_reference", add)
@@ -178,8 +186,11 @@ def creating(
     optimizer: optimizers.Optimizer,
     keeps_float32: Callable[[keras.Variable], bool],
     draw: Callable[[tuple[int, ...], int, Any], Any],
-) -> Iterator[None]:
+) -> Iterator[dict[int, list[keras.Variable]]]:
     """A context in which an optimizer that is built has its state in 8 bits.
+
+    Yields a dict of variables' `id`s to lists of their state, which is filled
+    at the end.
 
     Args:
         optimizer: The optimizer.
@@ -193,10 +204,13 @@ def creating(
             (worker, _narrow(undo, worker, keeps_float32, draw))
             for worker in optimizers.workers(optimizer)
         ]
-        yield
+        states: dict[int, list[keras.Variable]] = {}
+        yield states
     for worker, slots in created:
         _check_declared(worker, slots)
         _refuse_others(worker, slots)
+        for variable, _, state in slots:
+            states.setdefault(id(variable), []).append(state)
 
 
 def _narrow(
@@ -204,8 +218,8 @@ def _narrow(
     worker: Any,
     keeps_float32: Callable[[keras.Variable], bool],
     draw: Callable[[tuple[int, ...], int, Any], Any],
-) -> list[tuple[str | None, keras.Variable]]:
-    """Returns a list to which the names and slots will be added."""
+) -> list[Created]:
+    """Returns a list to which the slots will be added."""
     _never_negative(worker)
     slots_of: collections.Counter[int] = collections.Counter()
 
@@ -219,7 +233,10 @@ def _narrow(
         # variables of a shape. Views use streams from 0 on.
         stream = -1 - slots_of[id(variable)]
         slots_of[id(variable)] += 1
-        noise = functools.partial(draw, tuple(variable.shape), stream)
+
+        def noise(shape: tuple[int, ...], offset: Any) -> Any:
+            return draw(shape, stream, offset)
+
         return _make(worker, variable, name or "var", initializer, noise)
 
     return replace_state(undo, worker, make)
@@ -230,7 +247,7 @@ def _make(
     variable: keras.Variable,
     name: str,
     initializer: Any,
-    noise: Callable[[Any], Any],
+    noise: Callable[[tuple[int, ...], Any], Any],
 ) -> "_Slot":
     shape, code = tuple(variable.shape), _code(worker, name)
     first = keras.initializers.get(initializer)
@@ -266,9 +283,9 @@ def _make(
     return _Slot(codes, sizes, code, noise)
 
 
-def _check_declared(worker: Any, created: list) -> None:
+def _check_declared(worker: Any, created: list[Created]) -> None:
     """Raises an error if a class declares moments that do not exist."""
-    slots = sorted({name for name, _ in created if name})
+    slots = sorted({name for _, name, _ in created if name})
     for name in _never_negative(worker) or ():
         if created and name not in slots:
             raise ValueError(
@@ -279,10 +296,10 @@ def _check_declared(worker: Any, created: list) -> None:
             )
 
 
-def _refuse_others(worker: Any, created: list) -> None:
+def _refuse_others(worker: Any, created: list[Created]) -> None:
     """Raises an error for state that is neither a slot nor a scalar."""
     expected = set()
-    for _, slot in created:
+    for _, _, slot in created:
         stored = getattr(slot, "stored", slot)
         expected |= {
             id(part) for part in (stored, *getattr(slot, "beside", ()))
@@ -310,7 +327,7 @@ class _Slot(variables.Float32View):
         codes: keras.Variable,
         sizes: keras.Variable,
         code: eight_bit.Code,
-        noise: Callable[[Any], Any],
+        noise: Callable[[tuple[int, ...], Any], Any],
     ) -> None:
         super().__init__(codes)
         self.beside, self.code, self.noise = (sizes,), code, noise
@@ -322,6 +339,7 @@ class _Slot(variables.Float32View):
 
     def store(self, value: Any) -> None:
         """Stores a float32 tensor, rounded stochastically."""
-        parts = eight_bit.encode(value, self.code, self.noise)
+        noise = functools.partial(self.noise, tuple(value.shape))
+        parts = eight_bit.encode(value, self.code, noise)
         for part, new in zip((self.stored, *self.beside), parts, strict=True):
             part.assign(new)

@@ -8,15 +8,13 @@ import keras
 from keras import ops
 
 from tfmix._keras import optimizers
-from tfmix.optimizers import bits, eight_bit_slots, sixteen_bit_optimizer
-
-# These optimizers update an element from that element only. They are
-# recognised by their `update_step`, so subclasses that inherit it count too.
-# `ScheduleFreeAdamW` is in Keras 3.13 and newer.
-ELEMENTWISE = tuple(
-    "SGD Adam AdamW Adamax Adagrad Adadelta RMSprop Nadam Ftrl Lion "
-    "ScheduleFreeAdamW".split()
+from tfmix.optimizers import (
+    bits,
+    eight_bit_slots,
+    elementwise,
+    sixteen_bit_optimizer,
 )
+
 # These optimizers use powers or square roots. TensorFlow's kernels round both
 # differently in whole SIMD registers and in the rest of a tensor. Under these
 # optimizers, a variable that does not fill its last register gets its own
@@ -52,7 +50,7 @@ class FlatMasters(sixteen_bit_optimizer.StandIns):
         for variable in self.narrow:
             decays = optimizers.uses_weight_decay(inner, variable)
             uneven = math.prod(variable.shape) % REGISTER
-            single = uneven and _runs_update_of(inner, UNEVEN)
+            single = uneven and elementwise.runs_update_of(inner, UNEVEN)
             wide = eight_bits and eight_bit_slots.keeps_float32(rules, variable)
             key = (
                 keras.backend.standardize_dtype(variable.dtype),
@@ -209,13 +207,12 @@ def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
             f"{optimizer.clipnorm!r}. Use global_clipnorm, clipvalue or "
             "flat=False."
         )
-    declared = getattr(type(optimizer), "elementwise", False)
-    if not declared and not _runs_update_of(optimizer, ELEMENTWISE):
+    if not elementwise.is_elementwise(optimizer):
         raise ValueError(
-            f"flat=True needs an element-wise optimizer: {list(ELEMENTWISE)}, "
-            f"or a class that declares `elementwise = True`. Received: "
-            f"inner_optimizer={optimizer.name!r} of type {name}. Use "
-            "flat=False."
+            "flat=True needs an element-wise optimizer: "
+            f"{list(elementwise.NAMES)}, or a class that declares "
+            "`elementwise = True`. Received: inner_optimizer="
+            f"{optimizer.name!r} of type {name}. Use flat=False."
         )
 
 
@@ -234,8 +231,3 @@ def _check_variables(narrow: sixteen_bit_optimizer.Variables) -> None:
             "flat=True cannot join variables that are sharded differently. "
             f"Received: distribution={distribution!r}. Use flat=False."
         )
-
-
-def _runs_update_of(optimizer: Any, names: Sequence[str]) -> bool:
-    kinds = [vars(keras.optimizers).get(name) for name in names]
-    return type(optimizer).update_step in [c.update_step for c in kinds if c]
