@@ -22,6 +22,8 @@ else:
 
 # A tensor with more numbers is large.
 _LARGE = 2**18
+# One with at most so many is copied in little time (a CPU).
+_SMALL = 2**14
 # One kernel reads this many small, or large tensors together.
 _TOGETHER = 64, 8
 # With more rows, a CPU reads memory at more places at a time.
@@ -204,9 +206,14 @@ def _by_flags(*tensors: Any) -> Any:
 
 
 def _on_cpu(*tensors: Any) -> Any:
-    # XLA compiles this sooner for a CPU than tensors together. (A conditional
-    # in place of selections copies all state there, which takes three times
-    # Adam's time.)
+    # XLA compiles one kernel for the rows of a matrix sooner than one for each
+    # small tensor. (A conditional in place of selections copies all state
+    # there, which takes three times Adam's time.)
+    size = math.prod(tensors[0].shape)
+    if size <= _SMALL and len({x.dtype for x in tensors}) == 1 < len(tensors):
+        rows = keras.ops.reshape(keras.ops.stack(tensors), (-1, max(size, 1)))
+        # One kernel that also makes the matrix would take longer to compile.
+        return ~keras.ops.all(_is_finite(kept_apart(rows)), axis=1)
     flags = [_joined(_is_finite(x)) for x in tensors]
     return ~keras.ops.stack([*map(_all_true, flags)])
 

@@ -805,7 +805,7 @@ class LossScaleOptimizer(
             variable = self.add_variable(
                 shape=np.shape(value),
                 dtype="int" if whole else "float32",
-                initializer=functools.partial(_as_it_is, value),
+                initializer=functools.partial(keras_variables.filled, value),
                 name=_KERAS_NAMES.get(field, field),
             )
             # Keras tracks what is assigned, and must track what it made only
@@ -816,7 +816,8 @@ class LossScaleOptimizer(
         self._data_skips = self._counter("data_skips")
 
     def _counter(self, name: str, *shape: int) -> keras.Variable:
-        return self.add_variable(shape, "zeros", "int32", name=name)
+        zeros = functools.partial(keras_variables.filled, 0)
+        return self.add_variable(shape, zeros, "int32", name=name)
 
     @property
     def _model_variables(self) -> list[keras.Variable]:
@@ -933,12 +934,6 @@ def _checked_dtype(dtype: Any, rule: rules.LossScale) -> str:
             '"bfloat16", or loss_scale="dynamic".'
         )
     return dtype
-
-
-def _as_it_is(value: Any, shape: tuple, dtype: str | None = None) -> Any:
-    # Keras's `Constant` would compile a program of its own for each dtype.
-    del shape, dtype
-    return value
 
 
 def _attribute(field: str) -> str:
