@@ -6,7 +6,7 @@ import pytest
 from keras import layers, ops
 
 import tfmix
-from tests import helpers, steps
+from tests import helpers, loops, steps
 
 NAMES = ("mixed_float16", "mixed_bfloat16")
 # A gradient and a result are rounded to 16 bit once or twice.
@@ -161,6 +161,87 @@ def test_a_tape_sees_the_16_bit_tensor_that_it_watches():
 
     x = np.full((1, 2), 2.0, "float32")
     np.testing.assert_allclose(Watches()(x), [[0.125, 0.125]], rtol=1e-3)
+
+
+class OwnGradient(layers.Layer):
+    """Adds the gradient of a tensor that its code computes in between."""
+
+    def __init__(self, inner, outer, is_watched):
+        super().__init__()
+        self.inner, self.outer, self.is_watched = inner, outer, is_watched
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(3, 3), name="kernel")
+
+    def call(self, x):
+        import tensorflow as tf
+
+        before = self.inner(x, self.kernel) if self.is_watched else None
+        with tf.GradientTape() as tape:
+            if before is None:
+                tape.watch(x)
+                within = self.inner(x, self.kernel)
+            else:
+                within = before
+                tape.watch(within)
+            y = self.outer(x, within)
+        found = tf.convert_to_tensor(tape.gradient(y, within))
+        return ops.sum(y) + ops.sum(ops.square(found))
+
+
+INNER = {
+    "weight": lambda x, w: w * 0.5,
+    "row": lambda x, w: w[0] + 1.0,
+    "small": lambda x, w: ops.square(x),
+}
+OUTER = {
+    "product": lambda x, h: ops.tanh(x @ h),
+    "filter": lambda x, h: ops.tanh(ops.conv(x[:, None], h[None])),
+    "factor": lambda x, h: ops.tanh(x * h),
+    "term": lambda x, h: ops.tanh(x + h),
+    "curve": lambda x, h: ops.log(ops.square(h) + 0.1),
+    "rows": lambda x, h: ops.tanh(ops.take(h, np.array([0, 2, 1]), axis=0)),
+    "root": lambda x, h: x / ops.sqrt(ops.sum(h, -1, keepdims=True) + 0.1),
+}
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize(
+    ("inner", "outer"),
+    [
+        ("weight", "product"),
+        ("weight", "filter"),
+        ("weight", "curve"),
+        ("weight", "rows"),
+        ("row", "factor"),
+        ("row", "term"),
+        ("small", "root"),
+    ],
+)
+@pytest.mark.parametrize("mode", steps.MODES)
+@pytest.mark.parametrize("is_watched", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_may_differentiate_by_a_tensor_in_between(
+    inner, outer, mode, is_watched, name
+):
+    x = np.random.default_rng(1).uniform(0.3, 1.0, (3, 3)).astype("float32")
+
+    def found(name):
+        tfmix.set_global_policy(name)
+        layer = OwnGradient(INNER[inner], OUTER[outer], is_watched)
+        model = keras.Sequential([keras.Input((3,)), layer])
+        layer.kernel.assign(x[::-1] - 0.6)
+
+        def loss():
+            return ops.cast(model(x, training=True), "float32")
+
+        slope = loops.gradients(loss, [layer.kernel], mode)[0]
+        return loss(), 0.0 if slope is None else slope
+
+    for actual, expected in zip(found(name), found("float32"), strict=True):
+        largest = np.abs(expected).max()
+        rounded = 4 * ROUNDED[name.removeprefix("mixed_")]["rtol"] * largest
+        np.testing.assert_allclose(actual, expected, atol=rounded, rtol=0)
 
 
 def test_unused_float32_values_are_not_computed():

@@ -26,6 +26,7 @@ class Block:
             else `None`.
         outside: Computes a user's gradient function outside of the border
             around the running code, `None` if there is no border.
+        asked: The `id`s of the tensors whose gradients a tape forms now.
         power: The power of two of the gradients that are formed now, `None`
             if they are unscaled.
         in_fit: Whether `fit`, or another method of a model, runs its step, so
@@ -54,6 +55,7 @@ class Block:
     place: Any = 1.0
     place_of_step: Any = None
     outside: Any = None
+    asked: frozenset[int] = frozenset()
     power: Any = None
     in_fit: bool = False
     in_inference: bool = False

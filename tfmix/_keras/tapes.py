@@ -15,6 +15,8 @@ from tfmix._keras import context_values, global_state, replacing, tracing
 CUSTOM: tuple[replacing.Place, ...] = ()
 # TensorFlow calls this when a tape begins to record.
 TAPE: tuple[replacing.Place, ...] = ()
+# TensorFlow calls this to form gradients by a tape.
+GRADIENTS: tuple[replacing.Place, ...] = ()
 # TensorFlow calls this to find the trace of a `tf.function` for a call.
 TRACE: tuple[replacing.Place, ...] = ()
 if keras.backend.backend() == "tensorflow":
@@ -37,6 +39,7 @@ if keras.backend.backend() == "tensorflow":
         (custom_gradient, "_graph_mode_decorator"),
     )
     TAPE = ((tf.GradientTape, "__enter__"),)
+    GRADIENTS = ((imperative_grad, "imperative_grad"),)
     TRACE = ((function_context, "make_function_context"),)
 
 # A graph holds its own gradient functions under this name.
@@ -168,25 +171,43 @@ def reach(tensor: Any) -> bool:
     return graph is not None and graph is tf.compat.v1.get_default_graph()
 
 
-def by_way_of(source: Any, tensor: Any) -> Any:
-    """Returns a tensor through which gradients reach another tensor, too.
+def noting_sources(original: Callable) -> Callable:
+    """Notes of which tensors a tape forms the gradients."""
+
+    @functools.wraps(original)
+    def gradients(
+        tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        with context_values.holding(asked=frozenset(map(id, sources))):
+            return original(tape, target, sources, *args, **kwargs)
+
+    return gradients
+
+
+def shared(copy: Any, upstream: Any) -> list:
+    """Returns the gradient of a 16-bit copy, and that of its float32 source.
+
+    One of them is `None`. The copy has a gradient if a tape is asked for that
+    very tensor; what the source gets through it is then rounded.
+    """
+    if id(copy) in context_values.block.get().asked:
+        return [tf.cast(upstream, copy.dtype), None]
+    return [None, upstream]
+
+
+def by_way_of(copy: Any, tensor: Any) -> Any:
+    """Returns a tensor through which gradients reach another or its copy.
 
     Args:
-        source: A cast of `tensor`. A tape that watches only this cast gets the
-            gradient through it.
-        tensor: Float tensor. All other tapes get the gradient through it.
+        copy: A 16-bit cast of `tensor`.
+        tensor: Float tensor.
     """
     if not is_recorded() or runs_forward():
         return tensor
     with record.stop_recording():
-        made = tf.identity(tensor)
-
-    def by_source(upstream: Any) -> list:
-        return [tf.cast(upstream, source.dtype)]
-
-    # A tape uses the last operation that it has recorded.
-    record.record_operation("Tfmix", [made], [source], by_source)
-    record.record_operation("Tfmix", [made], [tensor], lambda up: [up])
+        made = tf.raw_ops.Identity(input=tensor)
+    gradient = functools.partial(shared, copy)
+    record.record_operation("Tfmix", [made], [copy, tensor], gradient)
     return made
 
 

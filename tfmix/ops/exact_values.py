@@ -103,16 +103,22 @@ def of(tensor: Any, known: Known | None = None) -> Any:
     if noted is None or noted.origin == INPUT:
         return tensors.to_float32(tensor)
     known = {} if known is None else known
-    if noted.origin == WEIGHT:
-        return noted.compute(known)
     if id(tensor) not in known:
-        value = noted.compute(known)
-        if keras.backend.backend() == "tensorflow":
-            # A caller's tape may watch only the 16-bit tensor.
-            value = tapes.by_way_of(tensor, value)
+        value = by_way_of(tensor, noted.compute(known))
         # It holds the tensor, because the `id` of a freed one is used again.
         known[id(tensor)] = tensor, value
     return known[id(tensor)][1]
+
+
+def by_way_of(copy: Any, value: Any) -> Any:
+    """Returns a float32 value by which its 16-bit copy has a gradient, too.
+
+    A tape in the code of a layer may be asked for that of the copy. JAX knows
+    no copy of what it differentiates.
+    """
+    if keras.backend.backend() != "tensorflow":
+        return value
+    return tapes.by_way_of(copy, value)
 
 
 def if_lost(value: Any) -> Any:
@@ -160,10 +166,10 @@ def before_cast(x: Any) -> Any:
     if noted is None or noted.origin != INPUT:
         return x
     original = noted.compute({})
-    if keras.backend.backend() != "tensorflow" or not keras.ops.is_tensor(x):
+    if not keras.ops.is_tensor(x):
         return original
-    # A tape inside `call` may watch the argument of `call`, which is the cast.
-    found = tapes.by_way_of(x, original)
+    # The argument of `call` is the cast.
+    found = by_way_of(x, original)
     if found is not original:
         layers.copy_mask(original, found)
     return found

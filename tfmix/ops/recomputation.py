@@ -246,7 +246,9 @@ def _as_now(
         with (
             block(),
             global_state.as_called(state),
-            context_values.holding(power=now.power, outside=now.outside),
+            context_values.holding(
+                power=now.power, outside=now.outside, asked=now.asked
+            ),
         ):
             return gradient(*args, **kwargs)
 

@@ -103,7 +103,7 @@ def contracted(
     if is_eager and used is None and axes.new:
         gradients = of_inputs, of_weight
         return _recorded(function, inputs, weight, copy, gradients)
-    return _with_gradient(function, inputs, weight, of_weight)
+    return _with_gradient(function, inputs, weight, copy, of_weight)
 
 
 @_on_local
@@ -134,7 +134,7 @@ def convolved(
         divided = int(tracing.by_xla())
         return _summed(multiplied, factors, count, divided=divided)
 
-    return _with_gradient(function, inputs, weight, of_weight)
+    return _with_gradient(function, inputs, weight, None, of_weight)
 
 
 @_on_local
@@ -180,7 +180,7 @@ def combined(
 
         gradients = of_inputs, of_weight
         return _recorded(function, inputs, weight, copy, gradients)
-    return _with_gradient(function, inputs, weight, of_weight)
+    return _with_gradient(function, inputs, weight, copy, of_weight)
 
 
 def _repeats(term: Any, other: Any) -> bool:
@@ -303,7 +303,7 @@ def _reciprocal(power: Any, dtype: Any) -> Any:
 
 
 def _with_gradient(
-    function: Function, inputs: Any, weight: Any, of_weight: Gradient
+    function: Function, inputs: Any, weight: Any, copy: Any, of_weight: Gradient
 ) -> Any:
     """Returns a result with TensorFlow's own gradient, but for the weight.
 
@@ -314,28 +314,28 @@ def _with_gradient(
         function: Computes the result.
         inputs: Tensor of a 16-bit dtype.
         weight: Float32 tensor.
+        copy: The weight in the dtype of the inputs, `None` if it is not known.
         of_weight: Returns the gradient of the weight.
     """
     with tapes.unrecorded():
-        narrow = kernels.cast(weight, inputs.dtype)
-    if not tf.executing_eagerly():
-        result = function(inputs, tf.stop_gradient(narrow))
-    else:
-        result = function(inputs, narrow)
-        if not tapes.reach(weight):
-            return result
+        if copy is None:
+            copy = kernels.cast(weight, inputs.dtype)
+        narrow = tf.stop_gradient(copy)
+    if tf.executing_eagerly() and not tapes.reach(weight):
+        return function(inputs, copy)
+    result = function(inputs, narrow)
 
     def of_all(upstream: Any) -> list:
         with context_values.holding(rules=context_values.NO_RULES):
-            total = of_weight(upstream, narrow)
+            total = tapes.shared(copy, of_weight(upstream, narrow))
             if not tapes.is_recorded():
-                return [upstream, None, total]
+                return [upstream, None, *total]
             # The gradient of this one needs to know the weight.
-            again = kernels.cast(weight, inputs.dtype)
+            again = _known_copy(copy, weight)
             pulled = _pulled(lambda x: function(x, again), inputs, upstream)
-            return [None, pulled, total]
+            return [None, pulled, *total]
 
-    sources = [result, inputs, weight]
+    sources = [result, inputs, tapes.local(copy), weight]
     (result,) = tapes.replaced([result], sources, [], of_all)
     return result
 
@@ -359,29 +359,35 @@ def _recorded(
         gradients: Return the gradients of the inputs, and of the weight.
     """
     of_inputs, of_weight = gradients
-    with tapes.unrecorded():
-        narrow = kernels.cast(weight, inputs.dtype) if copy is None else copy
+    if copy is None:
+        with tapes.unrecorded():
+            copy = kernels.cast(weight, inputs.dtype)
     if not tapes.reach(weight):
-        return function(inputs, narrow)
+        return function(inputs, copy)
     with tapes.unrecorded():
-        result = function(inputs, narrow)
+        result = function(inputs, copy)
     # Nobody asks for the gradient of a model's own inputs.
     reaches_inputs = tapes.reach(inputs)
 
     def of_sources(upstream: Any) -> list:
         with context_values.holding(rules=context_values.NO_RULES):
-            total = of_weight(upstream, narrow)
+            total = tapes.shared(copy, of_weight(upstream, copy))
             if not reaches_inputs:
-                return [total]
-            factor = narrow
+                return total
+            factor = copy
             if tapes.is_recorded():
                 # The gradient of this one needs to know the weight.
-                factor = kernels.cast(weight, inputs.dtype)
-            return [total, of_inputs(upstream, factor)]
+                factor = _known_copy(copy, weight)
+            return [*total, of_inputs(upstream, factor)]
 
-    sources = [weight, inputs] if reaches_inputs else [weight]
+    sources = [copy, weight, *([inputs] if reaches_inputs else [])]
     tapes.record_gradient(result, sources, of_sources)
     return result
+
+
+def _known_copy(copy: Any, weight: Any) -> Any:
+    """Returns a copy of a weight whose gradient reaches both."""
+    return kernels.cast(tapes.by_way_of(copy, weight), copy.dtype)
 
 
 def _of_wide_weight(

@@ -206,6 +206,7 @@ def convolved(call: Call) -> Any:
     if not tapes.may_be_asked():
         return call.plain()
     function, inputs, weight = _factors(call, place)
+    weight = exact_values.by_way_of(call.tensors[place], weight)
     original, given = call.op.original, _by_name(call)
     last = _channels_last(given["data_format"])
     is_transposed = "output_padding" in given
@@ -304,6 +305,7 @@ def looked_up(call: Call) -> Any:
             call.is_ruled = call.is_ruled or _takes_often(call)
             return compute.usual(call)
         dtype = tensors.float_dtype(table)
+        weight = exact_values.by_way_of(table, weight)
         rows = call.op.run((weight, *call.args[1:]), call.kwargs)
     # A note would keep all rows in float32.
     narrowed = tensors.narrow(rows, dtype)
