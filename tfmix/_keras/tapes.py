@@ -94,11 +94,11 @@ class Inferring:
     """
 
     def __init__(self, function: Callable) -> None:
-        self._function = function
+        self.function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with context_values.holding(in_inference=True, unasked=None):
-            return self._function(*args, **kwargs)
+            return self.function(*args, **kwargs)
 
 
 def traced_for_gradients(original: Callable) -> Callable:

@@ -217,11 +217,15 @@ class _MixedModel:
     def _make_inferring(
         self, kind: str, original: Callable, *args: Any, **kwargs: Any
     ) -> Any:
+        model, name = self._model, f"{kind}_function"
+        before = getattr(model, name)
+        # Hooks of other libraries on this method find what they have left.
+        is_ours = isinstance(before, tapes.Inferring)
+        left = before.function if is_ours else before
+        setattr(model, name, left)
         made = original(*args, **kwargs)
-        name = f"{kind}_function"
-        function = getattr(self._model, name)
-        if not isinstance(function, tapes.Inferring):
-            setattr(self._model, name, tapes.Inferring(function))
+        now = getattr(model, name)
+        setattr(model, name, before if now is left else tapes.Inferring(now))
         return made
 
     def _test_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
