@@ -1,5 +1,7 @@
 """XLA compiles a step without branches, copies, or calls to the host."""
 
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -66,6 +68,13 @@ def test_a_step_on_a_cpu_keeps_no_second_copy_of_the_state():
     lowered = jax.jit(step, donate_argnums=0).lower(values, values[0])
     stats = lowered.compile().memory_analysis()
     assert stats.temp_size_in_bytes < 1.5 * values[0][0].nbytes
+
+
+@helpers.requires_backend("tensorflow")
+def test_a_step_under_xla_copies_no_state():
+    program = program_of(*built((256, 128), 4))
+    assert "f32[256,128]" in program
+    assert not re.search(r"f32\[256,128\]\S* copy\(", program)
 
 
 def program_of(model, optimizer):

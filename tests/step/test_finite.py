@@ -157,3 +157,57 @@ def test_large_gradients_on_explicit_axes_are_checked():
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
     large = jax.device_put(np.ones((4, 2**18), "float32"), rows)
     assert bool(jax.jit(lambda x: finite.all_finite([x]))(large))
+
+
+def rows(variable):
+    import tensorflow as tf
+
+    ones = tf.ones((1, 2))
+    variable.scatter_add(tf.IndexedSlices(ones, tf.constant([1]), (3, 2)))
+
+
+def branch(variable):
+    import tensorflow as tf
+
+    def chosen():
+        variable.assign_add(tf.ones((3, 2)))
+        return tf.constant(True)
+
+    # The compiler cannot know it.
+    tf.cond(tf.reduce_all(variable > -1), chosen, lambda: tf.constant(False))
+
+
+WRITES = {
+    "assign": lambda variable: variable.assign(variable + 1.0),
+    "assign_add": lambda variable: variable.assign_add(variable + 1.0),
+    "assign_sub": lambda variable: variable.assign_sub(variable - 1.0),
+    "rows": rows,
+    "branch": branch,
+}
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("second", WRITES)
+@pytest.mark.parametrize("first", WRITES)
+def test_a_skipped_step_under_xla_undoes_every_kind_of_write(first, second):
+    import tensorflow as tf
+
+    variable = keras.Variable(np.zeros((3, 2), "float32"))
+    inner = variable.value
+
+    def update():
+        for name in (first, second):
+            WRITES[name](inner)
+
+    @tf.function(autograph=False, jit_compile=True)
+    def step(grad):
+        finite.apply_if_finite([grad], update, [variable])
+
+    step(tf.constant([1.0, np.nan]))
+    assert not variable.numpy().any()
+    update()
+    expected = variable.numpy()
+    variable.assign(np.zeros((3, 2)))
+    step(tf.constant([1.0, 2.0]))
+    assert expected.any()
+    np.testing.assert_array_equal(variable.numpy(), expected)

@@ -6,6 +6,7 @@ slots by `_unique_id`.
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -37,6 +38,12 @@ ASSIGN = (backend_variables.Variable, "assign")
 _READS = frozenset(
     "ReadVariableOp ResourceGather VarIsInitializedOp VariableShape".split()
 )
+# Methods of `tf.Variable`, with what they assign.
+_ASSIGNMENTS: dict[str, Callable[[Any, Any], Any]] = {
+    "assign": lambda old, new: new,
+    "assign_add": operator.add,
+    "assign_sub": operator.sub,
+}
 
 
 def is_narrow(tensor: Any) -> bool:
@@ -159,6 +166,69 @@ class _Selecting(keras.StatelessScope):
         if id(variable) in self.chosen and new is not old:
             new = jax.lax.select(self.condition, new, old)
         super().add_update((variable, new))
+
+
+@contextlib.contextmanager
+def selecting(
+    condition: Any, variables: Iterable
+) -> Iterator[Callable[[Any], bool]]:
+    """Makes assignments depend on a condition, as `only_if` (XLA, TensorFlow).
+
+    Args:
+        condition: Boolean scalar tensor.
+        variables: The variables that keep their values if it is false.
+
+    Yields:
+        A function that returns whether all assignments to a variable depend on
+        the condition. Those of rows do not, nor those in a branch or a loop.
+    """
+    inner = [*map(backend_variable, variables)]
+    if tf.distribute.has_strategy() or not _has_captures():
+        inner = []
+    with contextlib.ExitStack() as undo:
+        chosen = {id(each): _Selection(condition, each, undo) for each in inner}
+
+        def is_selected(variable: Any) -> bool:
+            selection = chosen.get(id(backend_variable(variable)))
+            return selection is not None and selection.is_complete()
+
+        yield is_selected
+
+
+class _Selection:
+    """Selects the old or the new value in assignments to a `tf.Variable`."""
+
+    def __init__(
+        self, condition: Any, variable: Any, undo: contextlib.ExitStack
+    ) -> None:
+        self.condition, self.variable = condition, variable
+        self.graph = tf.compat.v1.get_default_graph()
+        self.writes = _count_writes(variable)
+        self.original = variable.assign
+        for name, operation in _ASSIGNMENTS.items():
+            original = getattr(variable, name)
+            assign = functools.partial(self._assign, original, operation)
+            replacing.swap(undo, variable, name, assign)
+
+    def is_complete(self) -> bool:
+        """Returns whether all assignments were selected."""
+        return self.writes == _count_writes(self.variable)
+
+    def _assign(
+        self,
+        original: Callable,
+        operation: Callable,
+        value: Any,
+        *args: Any,
+        **settings: Any,
+    ) -> Any:
+        if tf.compat.v1.get_default_graph() is not self.graph:
+            return original(value, *args, **settings)
+        old = self.variable.value()
+        new = operation(old, tf.convert_to_tensor(value, old.dtype))
+        self.writes += 1
+        new = tf.where(self.condition, new, old)
+        return self.original(new, *args, **settings)
 
 
 def assign_all(variables: Variables, values: Sequence) -> None:
@@ -459,11 +529,20 @@ def value_in_scopes(variable: keras.Variable) -> Any:
 
 def may_be_written(variable: Any) -> bool:
     """Returns whether the code traced so far may change a variable."""
+    return not _has_captures() or _count_writes(backend_variable(variable)) > 0
+
+
+def _has_captures() -> bool:
+    """Returns whether a function of TensorFlow is traced."""
     graph = tf.compat.v1.get_default_graph()
-    if tf.executing_eagerly() or not hasattr(graph, "capture"):
-        return True
-    users = graph.capture(backend_variable(variable).handle).consumers()
-    return any(user.type not in _READS for user in users)
+    return not tf.executing_eagerly() and hasattr(graph, "capture")
+
+
+def _count_writes(variable: Any) -> int:
+    """Returns how many operations so far may change a `tf.Variable`."""
+    graph = tf.compat.v1.get_default_graph()
+    users = graph.capture(variable.handle).consumers()
+    return sum(user.type not in _READS for user in users)
 
 
 def may_differ(variable: Any, old: Any) -> bool:

@@ -1,9 +1,9 @@
 """Checks a step once, and chooses once: applied or skipped, as a whole.
 
 TensorFlow's graphs use a conditional, which saves the work of a skipped step.
-Under XLA and JAX each value is selected, under JAX as soon as it is assigned.
-An update kernel can select, too, whereas a conditional would make a GPU wait
-for the host.
+Under XLA and JAX each value is selected as soon as it is assigned. An update
+kernel can select, too, whereas a conditional would make a GPU wait for the
+host.
 """
 
 import functools
@@ -214,9 +214,10 @@ def apply_if_finite(
         with keras_variables.only_if(applied, variables):
             update()
     elif tracing.by_xla():
-        before = [keras_variables.read(variable) for variable in variables]
-        update()
-        restore_unless(applied, zip(variables, before, strict=True))
+        before = [(v, keras_variables.read(v)) for v in variables]
+        with keras_variables.selecting(applied, variables) as is_selected:
+            update()
+        restore_unless(applied, [p for p in before if not is_selected(p[0])])
     else:
         tf.cond(applied, _then(update), _then(None))
     return applied, bad
