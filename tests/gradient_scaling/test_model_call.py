@@ -291,6 +291,34 @@ def test_an_unreferenced_model_is_freed(use):
     assert model() is None
 
 
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("make", [dense, of_ids])
+def test_a_second_gradient_has_the_weights_of_the_forward_pass(make):
+    import tensorflow as tf
+
+    def found(name):
+        tfmix.set_global_policy(name)
+        keras.utils.set_random_seed(0)
+        model = make(3, 2) if make is dense else make()
+        x = tf.constant(X if make is dense else [[7, 1], [3, 4]])
+        model(x)
+        weights = [v.value for v in model.trainable_variables]
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                result = tf.cast(model(x, training=True), tf.float32)
+                loss = tf.reduce_sum(tf.square(result))
+            slopes = inner.gradient(loss, weights)
+            for weight in weights:
+                weight.assign(weight * 3)
+            size = sum(tf.reduce_sum(tf.square(slope)) for slope in slopes[1:])
+        return map(tf.convert_to_tensor, outer.gradient(size, weights))
+
+    right = list(found("float32"))
+    for actual, expected in zip(found("mixed_float16"), right, strict=True):
+        largest = np.abs(expected).max()
+        np.testing.assert_allclose(actual, expected, atol=0.02 * largest)
+
+
 @pytest.fixture
 def garbage():
     """Lists what is freed only as part of a cycle, once it is asked for."""

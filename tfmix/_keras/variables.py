@@ -680,11 +680,6 @@ def has_value(variable: keras.Variable) -> bool:
     return variable._value is not None
 
 
-def is_watched(variable: keras.Variable) -> bool:
-    """Returns whether tapes of TensorFlow watch a variable, frozen or not."""
-    return bool(getattr(variable._value, "trainable", False))
-
-
 def copied(variable: keras.Variable) -> Any:
     """Returns a variable's value, which later assignments leave alone."""
     value = variable._value

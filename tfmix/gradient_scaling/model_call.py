@@ -247,19 +247,15 @@ def _overwritten(model: keras.Model, inputs: _Inputs) -> set[int]:
     }
 
 
-def _start(model: keras.Model) -> States:
-    """Returns the values from which a second run of a call starts.
+def _start(model: keras.Model) -> Callable[[], States]:
+    """Returns a function that reads the values of now for a second run.
 
-    It then draws the same random numbers. A graph needs no second run. Weights
-    that Keras freezes are variables that a tape watches all the same.
+    That run then draws the same random numbers, and has the same weights. A
+    graph needs no second run.
     """
     if not tf.executing_eagerly():
-        return {}
-    return {
-        id(v): keras_variables.copied(v)
-        for v in model.non_trainable_variables
-        if not keras_variables.is_watched(v)
-    }
+        return dict
+    return tapes.reading_again(model.variables)
 
 
 def _as_function(model: keras.Model, call: Any, inputs: _Inputs) -> Callable:
@@ -269,7 +265,7 @@ def _as_function(model: keras.Model, call: Any, inputs: _Inputs) -> Callable:
     model_of, call_of = weakref.ref(model), weakref.WeakMethod(call)
 
     def function(
-        *values: Any, start: States | None = None
+        *values: Any, start: Callable[[], States] | None = None
     ) -> tuple[list, list, _Rest]:
         return _run(model_of(), call_of(), inputs, values, start)
 
@@ -277,7 +273,11 @@ def _as_function(model: keras.Model, call: Any, inputs: _Inputs) -> Callable:
 
 
 def _run(
-    model: Any, call: Any, inputs: _Inputs, values: tuple, start: States | None
+    model: Any,
+    call: Any,
+    inputs: _Inputs,
+    values: tuple,
+    start: Callable[[], States] | None,
 ) -> tuple[list, list, _Rest]:
     """Calls a model.
 
@@ -286,7 +286,7 @@ def _run(
         call: Computes its results.
         inputs: What the call depends on.
         values: Replace what `_values` returned.
-        start: The values of the other variables, for a run that must not change
+        start: Reads the other variables, for a run that must not change
             anything.
 
     Returns:
@@ -297,7 +297,7 @@ def _run(
     args, kwargs = _with_arrays(inputs.nest, inputs.given, values[:count])
     new_values = values[count : count + len(inputs.mapped)]
     mapped = dict(zip(inputs.mapped, new_values, strict=True))
-    states = (start or {}) | inputs.states | mapped
+    states = (start() if start else {}) | inputs.states | mapped
     scope = None
     if start is not None or inputs.collects is not None or not _TENSORFLOW:
         scope = _new_scope(inputs.collects, states)
