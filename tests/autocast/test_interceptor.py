@@ -52,6 +52,7 @@ class Comparison:
                 *custom_vjp.PLACES,
                 *tapes.CUSTOM,
                 *tapes.TAPE,
+                *tapes.GRADIENTS,
                 *tapes.TRACE,
                 *op_places.OPERATORS,
             )

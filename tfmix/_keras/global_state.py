@@ -146,7 +146,14 @@ def note(tensor: Any, name: str) -> Any:
 def put_note(tensor: Any, name: str, value: Any) -> None:
     """Adds a note to a tensor; results computed from it do not inherit it."""
     # Numbers and NumPy arrays may be the caller's data, so they get no notes.
-    if tensor is not None and not isinstance(tensor, _DATA):
+    if tensor is None or isinstance(tensor, _DATA):
+        return
+    held = getattr(tensor, "__dict__", None)
+    if held is not None and _ON_TENSORFLOW:
+        # `setattr` makes no dictionary under Python 3.11. TensorFlow then makes
+        # one while Python collects garbage; long eager runs have crashed there.
+        held[name] = value
+    else:
         tensor_attributes.set_tensor_attr(tensor, name, value)
 
 

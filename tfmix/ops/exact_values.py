@@ -60,7 +60,6 @@ class Exact(NamedTuple):
 
 def note(tensor: Any) -> Exact | None:
     """Returns the note on a tensor, `None` without one."""
-    # As a `functools.partial`, Python 3.11 crashed while it collected garbage.
     noted: Exact | None = global_state.note(tensor, NOTE)
     return noted
 
