@@ -189,7 +189,7 @@ BENCHMARKS = (
         "first_use",
         "The first use",
         "Under JAX, `compile` and the first `fit`, `evaluate` and `predict` "
-        "took 1.07 times Keras's CPU time in float16, 1.17 to 1.26 in "
+        "took 1.00 to 1.12 times Keras's CPU time in float16, 1.07 to 1.22 in "
         "bfloat16.",
         (JAX,),
     ),

@@ -206,13 +206,13 @@ def _by_flags(*tensors: Any) -> Any:
 
 
 def _on_cpu(*tensors: Any) -> Any:
-    # XLA compiles one kernel for the rows of a matrix sooner than one for each
+    # A CPU runs one kernel for the rows of a matrix sooner than one for each
     # small tensor. (A conditional in place of selections copies all state
     # there, which takes three times Adam's time.)
     size = math.prod(tensors[0].shape)
     if size <= _SMALL and len({x.dtype for x in tensors}) == 1 < len(tensors):
         rows = keras.ops.reshape(keras.ops.stack(tensors), (-1, max(size, 1)))
-        # One kernel that also makes the matrix would take longer to compile.
+        # Without a barrier, XLA may look up the tensor of each number.
         return ~keras.ops.all(_is_finite(kept_apart(rows)), axis=1)
     flags = [_joined(_is_finite(x)) for x in tensors]
     return ~keras.ops.stack([*map(_all_true, flags)])
