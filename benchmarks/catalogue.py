@@ -196,12 +196,11 @@ BENCHMARKS = (
     Benchmark(
         "graph",
         "TensorFlow without XLA",
-        "What one step runs on a GPU in TensorFlow's own kernels, over Keras's "
+        "What one step runs on a GPU in TensorFlow's kernels, over Keras's "
         "own policy: the time of products at a T4's peaks, bytes, kernels. "
-        "Each finite check and, in float16, each factor's scaling is a kernel. "
-        "The record has more models. An `LSTM` or `GRU` "
-        "runs a loop only where cuDNN does not take it: with other "
-        "activations, recurrent dropout or `use_cudnn=False`.",
+        "The record has more. A loop is counted for each of its steps; "
+        "an `LSTM` or `GRU` runs one only where cuDNN does not take it: with "
+        "other activations, recurrent dropout or `use_cudnn=False`.",
         (TENSORFLOW,),
         (
             Quote(

@@ -5,6 +5,7 @@ python -m benchmarks.graph [--json] [--save=docs]
 Counted in the step's graph, traced for a GPU, which the host needs not have:
 the time of all products at a T4's published peaks, the bytes that operations
 read and write, and how many operations have a result of more than one number.
+What a loop runs is counted for each of its steps.
 TensorFlow computes operations on constants once, so they are left out.
 """
 
@@ -131,14 +132,20 @@ def _counts(
         tf.zeros((shape[0], *outputs.shape[1:-1]), "int32"),
     )
     found = [0.0, 0.0, 0.0]
-    for op in _operations(traced.graph, set()):
+    # All loops are those of recurrent layers, over the first axis of a sample.
+    for op, times in _operations(traced.graph, set(), shape[1]):
         for place, value in enumerate(_cost(op)):
-            found[place] += value
+            found[place] += value * times
     return found
 
 
-def _operations(graph: Any, seen: set) -> Iterator[Any]:
-    """Yields what a graph's results, or its effects, need; functions once."""
+def _operations(
+    graph: Any, seen: set, steps: int, times: int = 1
+) -> Iterator[tuple[Any, int]]:
+    """Yields what a graph's results, or its effects, need, and how often.
+
+    Functions that several operations call are counted once.
+    """
     todo = collections.deque(tensor.op for tensor in graph.outputs)
     todo += [op for op in graph.get_operations() if op.op_def.is_stateful]
     todo += getattr(graph, "control_outputs", [])
@@ -147,7 +154,7 @@ def _operations(graph: Any, seen: set) -> Iterator[Any]:
         if op in seen:
             continue
         seen.add(op)
-        yield op
+        yield op, times
         todo += [tensor.op for tensor in op.inputs]
         todo += op.control_inputs
         for value in op.node_def.attr.values():
@@ -155,7 +162,8 @@ def _operations(graph: Any, seen: set) -> Iterator[Any]:
                 if function.name and function.name not in seen:
                     seen.add(function.name)
                     inner = graph._get_function(function.name)
-                    yield from _operations(inner.graph, seen)
+                    often = times * steps if "While" in op.type else times
+                    yield from _operations(inner.graph, seen, steps, often)
 
 
 def _cost(op: Any) -> tuple[float, float, float]:

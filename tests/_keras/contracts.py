@@ -206,7 +206,8 @@ CONSTANTS = {
     "keras.src.backend.jax.trainer": {"jit": types.FunctionType},
     "tensorflow.python.eager.record": {"VariableWatcher": type},
     "tensorflow.python.ops.control_flow_v2_func_graphs": {
-        "ControlFlowFuncGraph": type
+        "ControlFlowFuncGraph": type,
+        "WhileBodyFuncGraph": type,
     },
     FUNCTION: {"Function": type},
     f"{FUNCTION}.Function": {"_run_functions_eagerly": property},

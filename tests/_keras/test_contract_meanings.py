@@ -328,3 +328,27 @@ def test_metrics_of_compile_are_known_before_they_are_built():
     x = np.ones((2, 3, 4))
     model.fit(x, 0.0 * model.predict(x, verbose=0), verbose=0)
     assert training.metrics(model) == model.metrics
+
+
+@tensorflow_only
+def test_the_body_of_a_loop_begins_with_a_counter_of_its_steps():
+    import tensorflow as tf
+
+    from tfmix._keras import loops
+
+    seen = []
+
+    @tf.function
+    def loop():
+        outer = tf.compat.v1.get_default_graph()
+
+        def body(n, at):
+            seen.append(loops.is_body_in(outer))
+            counter = tf.compat.v1.get_default_graph().inputs[0]
+            return n + 1, tf.tensor_scatter_nd_update(at, [[n]], [counter])
+
+        state = tf.constant(0), tf.fill((3,), -1)
+        return tf.while_loop(lambda n, at: n < 3, body, state)[1]
+
+    assert loop().numpy().tolist() == [0, 1, 2]
+    assert all(seen)

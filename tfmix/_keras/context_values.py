@@ -37,6 +37,7 @@ class Block:
         fit: The callback that reports the skipped steps of the `fit` around,
             `None` outside of one.
         in_loop: Whether the code runs in each step of a loop.
+        loop: What that loop has of weights, `None` if they are read in it.
         in_map: Whether TensorFlow converts the code to run for all rows.
         may_fall_back: Whether a user's layer is tried in 16 bit, and falls back
             to float32 if that fails.
@@ -62,6 +63,7 @@ class Block:
     unasked: Any = None
     fit: Any = None
     in_loop: bool = False
+    loop: Any = None
     in_map: bool = False
     may_fall_back: bool = False
     is_float32_code: bool = False

@@ -186,13 +186,18 @@ def noting_sources(original: Callable) -> Callable:
     return gradients
 
 
+def is_asked(tensor: Any) -> bool:
+    """Returns whether a tape is asked for the gradient of this very tensor."""
+    return id(tensor) in context_values.block.get().asked
+
+
 def shared(copy: Any, upstream: Any) -> list:
     """Returns the gradient of a 16-bit copy, and that of its float32 source.
 
     One of them is `None`. The copy has a gradient if a tape is asked for that
     very tensor; what the source gets through it is then rounded.
     """
-    if id(copy) in context_values.block.get().asked:
+    if is_asked(copy):
         return [tf.cast(upstream, copy.dtype), None]
     return [None, upstream]
 

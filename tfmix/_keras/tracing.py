@@ -49,6 +49,13 @@ def by_xla() -> bool:
     return False
 
 
+def in_graph_without_xla() -> bool:
+    """Returns whether TensorFlow traces a graph for its own kernels."""
+    if keras.backend.backend() != "tensorflow" or tf.executing_eagerly():
+        return False
+    return not by_xla()
+
+
 def compiled_for(platform: str) -> contextlib.AbstractContextManager[None]:
     """Sets the platform that a block is traced for: "tpu", "cuda"."""
     return context_values.holding(platform=platform)

@@ -359,6 +359,9 @@ def usual(call: Call) -> Any:
     known = _handed_on(call) if call.noted else []
     if known and (any(exact.is_wide for exact in known) or _asks(call)):
         return _in_float32_now(call, dtype)
+    if call.is_ruled and context_values.block.get().loop is not None:
+        # TensorFlow's kernels cast each tensor on its own, in each step.
+        return _in_float32_now(call, dtype)
     if is_sum:
         return _summed(call, dtype)
     if row.number and call.numbers and _is_unfit(call, dtype):
@@ -397,7 +400,6 @@ def _beside_float32(call: Call) -> Any:
 
 def _of_weights(call: Call, dtype: str) -> Any:
     """Computes in float32; the result is a copy of a weight again."""
-    result = call.in_float32(exact_values.of)
     narrow = tensors.narrow
     if call.op.row.number and _is_unfit(call, dtype):
         narrow = tensors.finite
@@ -408,7 +410,15 @@ def _of_weights(call: Call, dtype: str) -> Any:
             return weight
         return exact_values.weight_copy(weight, narrowed)
 
-    return tensors.map_leaves(result, copy)
+    def compute() -> Any:
+        return tensors.map_leaves(call.in_float32(exact_values.of), copy)
+
+    loop = context_values.block.get().loop
+    if loop is None:
+        return compute()
+    leaves = tensors.leaves((call.args, call.kwargs))
+    given = [leaf for leaf in leaves if keras.ops.is_tensor(leaf)]
+    return loop.computed(given, compute)
 
 
 def _summed(call: Call, dtype: str) -> Any:
@@ -732,6 +742,31 @@ def converted(call: Call) -> Any:
     result = call.plain()
     if result is not value and dtype in _formats.SIXTEEN_BIT:
         exact_values.put(result, exact)
+    return result
+
+
+def parted(call: Call) -> Any:
+    """Splits; the parts that a loop needs in float32 are cast as a whole."""
+    result = usual(call)
+    if context_values.block.get().loop is None or not call.tensors:
+        return result
+    again = _Again(call)
+    by_trace: dict[Any, Known] = {}
+
+    def part(place: int, known: Known) -> Any:
+        return again.part(place, by_trace.setdefault(tracing.trace(), known))
+
+    for place, leaf in enumerate(tensors.leaves(result)):
+        if exact_values.note(leaf) is None:
+            exact_values.put(
+                leaf,
+                Exact(
+                    functools.partial(part, place),
+                    depth=1,
+                    is_lost=False,
+                    is_exact=False,
+                ),
+            )
     return result
 
 

@@ -79,7 +79,12 @@ def contracted(
 
 
 def convolved(
-    function: Function, inputs: Any, weight: Any, positions: Callable
+    function: Function,
+    inputs: Any,
+    weight: Any,
+    positions: Callable,
+    *,
+    copy: Any,
 ) -> Any:
     """Computes a convolution.
 
@@ -93,10 +98,12 @@ def convolved(
         weight: Float32 tensor.
         positions: Returns the number of summed positions for the shapes of
             the inputs and the result.
+        copy: Not used: a copy is cast for each product.
 
     Returns:
         The result of `function` for the inputs and the rounded weight.
     """
+    del copy
     if inputs.dtype != jnp.float16:
         return function(inputs, weight.astype(inputs.dtype))
 

@@ -75,6 +75,8 @@ OPS: dict[str, Op] = {
     "resize": Op(is_wide=not _ON_JAX),
     # Made of other ops, they round their results themselves.
     **dict.fromkeys(("layer_normalization", "rms_normalization"), USUAL),
+    # The gates of a recurrent layer.
+    "split": Op(way=compute.parted),
     # It runs a function of its caller.
     "vectorized_map": Op(way=compute.mapped),
     **dict.fromkeys(("outer", "kron", "cross"), _TIMES),

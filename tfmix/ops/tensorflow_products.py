@@ -26,7 +26,9 @@ from tfmix._keras import (
     tapes,
     tracing,
 )
+from tfmix.ops import tensorflow_loops
 from tfmix.ops.contraction import Contraction
+from tfmix.ops.tensorflow_loops import OfWeight
 
 # Computes a result from a tensor and a weight of the same dtype.
 Function = Callable[[Any, Any], Any]
@@ -45,8 +47,10 @@ def _on_local(compute: Callable[..., Any]) -> Callable[..., Any]:
     def computed(
         function: Function, inputs: Any, weight: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        factors = map(tapes.local, (inputs, weight))
-        return compute(function, *factors, *args, **kwargs)
+        inputs = tapes.local(inputs)
+        if tensorflow_loops.held(weight) is None:
+            weight = tapes.local(weight)
+        return compute(function, inputs, weight, *args, **kwargs)
 
     return computed
 
@@ -87,7 +91,7 @@ def contracted(
         factor = inputs if used is None else used(inputs)
         return _product(factor, upstream, axes.of_weight)
 
-    def of_weight(upstream: Any, narrow: Any) -> Any:
+    def of_weight(inputs: Any, upstream: Any, narrow: Any) -> Any:
         is_half = inputs.dtype == tf.float16
         if is_half and tracing.by_xla() and not in_loop:
             factor = inputs if used is None else used(inputs)
@@ -103,12 +107,19 @@ def contracted(
     if is_eager and used is None and axes.new:
         gradients = of_inputs, of_weight
         return _recorded(function, inputs, weight, copy, gradients)
-    return _with_gradient(function, inputs, weight, copy, of_weight)
+    first = axes.inputs[:1]
+    by_row = first == axes.outputs[:1] and first in axes.free
+    return _with_gradient(function, inputs, weight, copy, of_weight, by_row)
 
 
 @_on_local
 def convolved(
-    function: Function, inputs: Any, weight: Any, positions: Callable
+    function: Function,
+    inputs: Any,
+    weight: Any,
+    positions: Callable,
+    *,
+    copy: Any,
 ) -> Any:
     """Computes a convolution.
 
@@ -118,6 +129,7 @@ def convolved(
         weight: Float32 tensor.
         positions: Returns the number of summed positions for the shapes of
             the inputs and the result.
+        copy: The weight in the dtype of the inputs.
 
     Returns:
         The result of `function` for the inputs and the rounded weight.
@@ -126,7 +138,7 @@ def convolved(
     def multiplied(inputs: Any, upstream: Any, narrow: Any) -> Any:
         return _pulled(lambda w: function(inputs, w), narrow, upstream)
 
-    def of_weight(upstream: Any, narrow: Any) -> Any:
+    def of_weight(inputs: Any, upstream: Any, narrow: Any) -> Any:
         count = positions(_shape(inputs), _shape(upstream))
         factors = [inputs, upstream, narrow]
         # XLA divides in the kernel that computes the incoming gradient. The
@@ -134,7 +146,7 @@ def convolved(
         divided = int(tracing.by_xla())
         return _summed(multiplied, factors, count, divided=divided)
 
-    return _with_gradient(function, inputs, weight, None, of_weight)
+    return _with_gradient(function, inputs, weight, copy, of_weight, True)
 
 
 @_on_local
@@ -163,16 +175,18 @@ def combined(
     """
     del in_loop
 
-    def of_weight(upstream: Any, narrow: Any) -> Any:
+    is_eager, repeats = tf.executing_eagerly(), _repeats(weight, inputs)
+
+    def of_weight(inputs: Any, upstream: Any, narrow: Any) -> Any:
         if signs is not None and _adds_rows(weight, upstream):
             total = _row_sum(upstream, narrow)
             return -total if signs[1] < 0 else total
-        if signs is not None and tf.executing_eagerly():
+        if signs is not None and (is_eager or inputs is None):
             # The other way computes the result once more.
             return _of_term(_wide(upstream), weight, signs[1])
         return _of_wide_weight(function, inputs, weight, upstream)
 
-    if tf.executing_eagerly() and signs and _repeats(weight, inputs):
+    if is_eager and signs and repeats:
         is_negative = signs[0] < 0
 
         def of_inputs(upstream: Any, narrow: Any) -> Any:
@@ -180,7 +194,16 @@ def combined(
 
         gradients = of_inputs, of_weight
         return _recorded(function, inputs, weight, copy, gradients)
-    return _with_gradient(function, inputs, weight, copy, of_weight)
+    has_rows = len(weight.shape) == len(inputs.shape) and weight.shape[0] != 1
+    return _with_gradient(
+        function,
+        inputs,
+        weight,
+        copy,
+        of_weight,
+        repeats and not has_rows,
+        is_sum=signs is not None,
+    )
 
 
 def _repeats(term: Any, other: Any) -> bool:
@@ -303,7 +326,14 @@ def _reciprocal(power: Any, dtype: Any) -> Any:
 
 
 def _with_gradient(
-    function: Function, inputs: Any, weight: Any, copy: Any, of_weight: Gradient
+    function: Function,
+    inputs: Any,
+    weight: Any,
+    copy: Any,
+    of_weight: OfWeight,
+    by_row: bool,
+    *,
+    is_sum: bool = False,
 ) -> Any:
     """Returns a result with TensorFlow's own gradient, but for the weight.
 
@@ -316,7 +346,13 @@ def _with_gradient(
         weight: Float32 tensor.
         copy: The weight in the dtype of the inputs, `None` if it is not known.
         of_weight: Returns the gradient of the weight.
+        by_row: Whether it is a sum over the first axis of inputs and result.
+        is_sum: Whether it does not depend on the inputs.
     """
+    held = tensorflow_loops.held(weight)
+    if held is not None and by_row:
+        return _in_step(function, inputs, weight, copy, held, of_weight, is_sum)
+    weight = tapes.local(weight)
     with tapes.unrecorded():
         if copy is None:
             copy = kernels.cast(weight, inputs.dtype)
@@ -327,7 +363,7 @@ def _with_gradient(
 
     def of_all(upstream: Any) -> list:
         with context_values.holding(rules=context_values.NO_RULES):
-            total = tapes.shared(copy, of_weight(upstream, narrow))
+            total = tapes.shared(copy, of_weight(inputs, upstream, narrow))
             if not tapes.is_recorded():
                 return [upstream, None, *total]
             # The gradient of this one needs to know the weight.
@@ -340,12 +376,54 @@ def _with_gradient(
     return result
 
 
+def _in_step(
+    function: Function,
+    inputs: Any,
+    weight: Any,
+    copy: Any,
+    held: tensorflow_loops.Held,
+    of_weight: OfWeight,
+    is_sum: bool,
+) -> Any:
+    """Returns a result in a step of a loop that has the weight.
+
+    The other arguments are those of `_with_gradient`.
+    """
+    result = function(inputs, tf.stop_gradient(held.narrow))
+    factors = [result] if is_sum else [inputs, result]
+    lists = held.lists(factors, of_weight)
+    # Only a user's step may ask for the gradient of its own copy.
+    own = [] if held.loop.is_constant or copy is None else [copy]
+
+    def of_all(upstream: Any) -> list:
+        items = [None for _ in own] + lists.filled(*factors[:-1], upstream)
+        if own and tapes.is_asked(copy):
+            with context_values.holding(rules=context_values.NO_RULES):
+                total = of_weight(inputs, upstream, held.narrow)
+            items = [tf.cast(total, copy.dtype), *[None for _ in lists.empty]]
+        again = None
+        if tapes.is_recorded():
+            again = kernels.cast(weight, inputs.dtype)
+        elif held.loop.is_constant and not is_sum:
+            # TensorFlow would keep the weight for each step.
+            again = held.narrow
+        if again is None:
+            return [upstream, None, *items]
+        with context_values.holding(rules=context_values.NO_RULES):
+            pulled = _pulled(lambda x: function(x, again), inputs, upstream)
+        return [None, pulled, *items]
+
+    sources = [result, inputs, *own, *lists.empty]
+    (result,) = tapes.replaced([result], sources, [], of_all)
+    return result
+
+
 def _recorded(
     function: Function,
     inputs: Any,
     weight: Any,
     copy: Any,
-    gradients: tuple[Gradient, Gradient],
+    gradients: tuple[Gradient, OfWeight],
 ) -> Any:
     """Returns a result for which a tape records both gradients (eager).
 
@@ -371,7 +449,7 @@ def _recorded(
 
     def of_sources(upstream: Any) -> list:
         with context_values.holding(rules=context_values.NO_RULES):
-            total = tapes.shared(copy, of_weight(upstream, copy))
+            total = tapes.shared(copy, of_weight(inputs, upstream, copy))
             if not reaches_inputs:
                 return total
             factor = copy

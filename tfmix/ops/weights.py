@@ -22,6 +22,7 @@ from tfmix._keras import (
     kernels,
     layers,
     tapes,
+    tracing,
 )
 from tfmix._keras import variables as keras_variables
 from tfmix.ops import (
@@ -34,7 +35,7 @@ from tfmix.ops.compute import Call
 
 products: Any
 if keras.backend.backend() == "tensorflow":
-    from tfmix.ops import tensorflow_products
+    from tfmix.ops import tensorflow_loops, tensorflow_products
 
     products = tensorflow_products
 else:
@@ -65,9 +66,13 @@ def copied(original: Callable, variable: Any, value: Any, dtype: str) -> Any:
     # Copies of symbols get no notes, so that ops leave them to Keras.
     if not context_values.active_rules() or global_state.on_shapes_only():
         return original(variable, value)
-    # The variable is read once, as the tensor that is then copied.
-    weight = keras_variables.read(value)
-    copy = kernels.cast(weight, dtype)
+    loop = context_values.block.get().loop
+    if loop is not None and loop.is_traced():
+        weight, copy = loop.read(value, dtype)
+    else:
+        # The variable is read once, as the tensor that is then copied.
+        weight = keras_variables.read(value)
+        copy = kernels.cast(weight, dtype)
     multiply = getattr(variable, _CHOSEN, None)
     return exact_values.weight_copy(weight, copy, multiply)
 
@@ -76,9 +81,17 @@ def loop(original: Callable) -> Callable:
     """Returns the function that runs the time steps of a recurrent layer."""
 
     @functools.wraps(original)
-    def inner_loop(*args: Any, **kwargs: Any) -> Any:
-        with context_values.holding(in_loop=True):
-            return original(*args, **kwargs)
+    def inner_loop(self: Any, sequences: Any, *args: Any, **kwargs: Any) -> Any:
+        loop = None
+        if tracing.in_graph_without_xla():
+            steps = keras.ops.shape(keras.tree.flatten(sequences)[0])[1]
+            # A user's cell may change its weights in each step.
+            inner = layers.flat_layers(self.cell)
+            loop = tensorflow_loops.Loop(
+                steps, all(map(layers.is_builtin, inner))
+            )
+        with context_values.holding(in_loop=True, loop=loop):
+            return original(self, sequences, *args, **kwargs)
 
     return inner_loop
 
@@ -206,11 +219,12 @@ def convolved(call: Call) -> Any:
     if not tapes.may_be_asked():
         return call.plain()
     function, inputs, weight = _factors(call, place)
-    weight = exact_values.by_way_of(call.tensors[place], weight)
+    copy = call.tensors[place]
     original, given = call.op.original, _by_name(call)
     last = _channels_last(given["data_format"])
     is_transposed = "output_padding" in given
     if not is_transposed and _is_pointwise(original, inputs, weight, last):
+        weight = exact_values.by_way_of(copy, weight)
         return _pointwise(function, inputs, weight, given["strides"], last)
 
     def positions(inputs: Any, outputs: Any) -> Any:
@@ -219,7 +233,7 @@ def convolved(call: Call) -> Any:
         shape.pop(-1 if last else 1)
         return math.prod(shape)
 
-    return products.convolved(function, inputs, weight, positions)
+    return products.convolved(function, inputs, weight, positions, copy=copy)
 
 
 def _channels_last(data_format: str | None) -> bool:

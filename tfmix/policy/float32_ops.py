@@ -26,11 +26,8 @@ DEFAULT_FLOAT32_OPS: tuple[str, ...] = (
     *("average_pool", "adaptive_average_pool"),
     # These activations overflow inside, or lose their gradient where they
     # saturate: 1 - y**2 is 0 once y is rounded to 1, and x + 3 is rounded onto
-    # the kink at 6. TensorFlow without XLA casts in kernels of their own, so
-    # that an LSTM's step has 1.30 times Keras's kernels. Derivatives in 16 bit
-    # from x, as `dy / cosh(x) / cosh(x)`, make that 1.24 and have three times
-    # the error. XLA for the cell alone makes it 0.90, but XLA is off there
-    # because it fails on that machine, or for new shapes takes too long.
+    # the kink at 6. In 16 bit, an LSTM's gradients have a third more error, by
+    # Keras's formula from y as well as by one from x that does not saturate.
     *("softplus", "squareplus", "tanh", "sigmoid", "softsign", "selu"),
     *("hard_sigmoid", "sparse_sigmoid", "hard_silu"),
     # The cube of its result, in its gradient, overflows below 6e-4.
