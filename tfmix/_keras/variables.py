@@ -664,17 +664,6 @@ def assigning(original: Callable, exactly: Callable) -> Callable:
     return assign
 
 
-def filled(value: Any, shape: tuple, dtype: str | None = None) -> Any:
-    """Initializes a variable with a number.
-
-    Keras's initializers, and what JAX makes of a number or of a NumPy array,
-    would each compile a program of their own.
-    """
-    array = np.full(shape, value, dtype)
-    is_jax = keras.backend.backend() == "jax"
-    return jax.device_put(array) if is_jax else array
-
-
 def has_value(variable: keras.Variable) -> bool:
     """Returns whether a variable has its first value."""
     return variable._value is not None

@@ -805,7 +805,7 @@ class LossScaleOptimizer(
             variable = self.add_variable(
                 shape=np.shape(value),
                 dtype="int" if whole else "float32",
-                initializer=functools.partial(keras_variables.filled, value),
+                initializer=functools.partial(_filled, value),
                 name=_KERAS_NAMES.get(field, field),
             )
             # Keras tracks what is assigned, and must track what it made only
@@ -816,7 +816,7 @@ class LossScaleOptimizer(
         self._data_skips = self._counter("data_skips")
 
     def _counter(self, name: str, *shape: int) -> keras.Variable:
-        zeros = functools.partial(keras_variables.filled, 0)
+        zeros = functools.partial(_filled, 0)
         return self.add_variable(shape, zeros, "int32", name=name)
 
     @property
@@ -934,6 +934,20 @@ def _checked_dtype(dtype: Any, rule: rules.LossScale) -> str:
             '"bfloat16", or loss_scale="dynamic".'
         )
     return dtype
+
+
+def _filled(value: Any, shape: tuple, dtype: str | None = None) -> Any:
+    """Initializes a variable with a number.
+
+    Keras's initializers, and what JAX makes of a number or of a NumPy array,
+    would each compile a program of their own.
+    """
+    array = np.full(shape, value, dtype)
+    if keras.backend.backend() != "jax":
+        return array
+    import jax
+
+    return jax.device_put(array)
 
 
 def _attribute(field: str) -> str:

@@ -88,7 +88,9 @@ class Loop:
         self._held[id(current)] = current, note
 
     def held(self, weight: Any) -> "Held | None":
-        """Returns what the loop has of the weight of a step."""
+        """Returns what the loop has of a weight, while its body is traced."""
+        if not self.is_traced():
+            return None
         return self._held.get(id(weight), (None, None))[1]
 
 
@@ -123,12 +125,6 @@ class Held(NamedTuple):
                 return of_weight(given, upstream, narrow)
 
         return loops.Lists(factors, self.loop.steps, self.weight, of_all)
-
-
-def held(weight: Any) -> Held | None:
-    """Returns what the loop whose body is traced has of a weight."""
-    loop: Loop | None = context_values.block.get().loop
-    return loop.held(weight) if loop is not None and loop.is_traced() else None
 
 
 def _rows(stacked: Any) -> Any:

@@ -48,11 +48,17 @@ def _on_local(compute: Callable[..., Any]) -> Callable[..., Any]:
         function: Function, inputs: Any, weight: Any, *args: Any, **kwargs: Any
     ) -> Any:
         inputs = tapes.local(inputs)
-        if tensorflow_loops.held(weight) is None:
+        if _held(weight) is None:
             weight = tapes.local(weight)
         return compute(function, inputs, weight, *args, **kwargs)
 
     return computed
+
+
+def _held(weight: Any) -> tensorflow_loops.Held | None:
+    """Returns what a recurrent loop around the code has of a weight."""
+    loop: tensorflow_loops.Loop | None = context_values.block.get().loop
+    return None if loop is None else loop.held(weight)
 
 
 @_on_local
@@ -349,7 +355,7 @@ def _with_gradient(
         by_row: Whether it is a sum over the first axis of inputs and result.
         is_sum: Whether it does not depend on the inputs.
     """
-    held = tensorflow_loops.held(weight)
+    held = _held(weight)
     if held is not None and by_row:
         return _in_step(function, inputs, weight, copy, held, of_weight, is_sum)
     weight = tapes.local(weight)
