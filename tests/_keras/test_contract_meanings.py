@@ -331,10 +331,8 @@ def test_metrics_of_compile_are_known_before_they_are_built():
 
 
 @tensorflow_only
-def test_the_body_of_a_loop_begins_with_a_counter_of_its_steps():
+def test_the_body_of_a_loop_knows_the_graph_around_it():
     import tensorflow as tf
-
-    from tfmix._keras import loops
 
     seen = []
 
@@ -342,13 +340,13 @@ def test_the_body_of_a_loop_begins_with_a_counter_of_its_steps():
     def loop():
         outer = tf.compat.v1.get_default_graph()
 
-        def body(n, at):
-            seen.append(loops.is_body_in(outer))
-            counter = tf.compat.v1.get_default_graph().inputs[0]
-            return n + 1, tf.tensor_scatter_nd_update(at, [[n]], [counter])
+        def body(n):
+            seen.append(tracing.is_body_in(outer))
+            return n + 1
 
-        state = tf.constant(0), tf.fill((3,), -1)
-        return tf.while_loop(lambda n, at: n < 3, body, state)[1]
+        seen.append(tracing.is_body_in(outer))
+        return tf.while_loop(lambda n: n < 3, body, [tf.constant(0)])
 
-    assert loop().numpy().tolist() == [0, 1, 2]
-    assert all(seen)
+    loop()
+    assert seen[0] is False
+    assert set(seen[1:]) == {True}

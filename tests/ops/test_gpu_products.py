@@ -97,17 +97,17 @@ def test_a_gpu_multiplies_16_bit_factors(name, policy):
 
 # The gradient of the inputs, which nobody asks for, is no product.
 @pytest.mark.parametrize(
-    ("name", "products", "biases", "kept"),
-    [("lstm", 5, 1, 8), ("conv_lstm", 20, 4, 8)],
+    ("name", "products", "biases", "sums", "kept"),
+    [("lstm", 5, 1, 3, 8), ("conv_lstm", 20, 4, 12, 8)],
 )
-def test_a_loop_computes_each_gradient_once(name, products, biases, kept):
+def test_a_loop_computes_each_gradient_once(name, products, biases, sums, kept):
     with tracing.compiled_for("cuda"):
         graph = step(name, "mixed_float16").graph
     of_kernels = sum(product_dtypes(graph).values())
     # A bias adds a product with ones.
     assert of_kernels == products + biases
-    # Where two paths meet.
-    assert tensors_of("AddN", graph) <= 3
+    # The sums over steps, and where two paths meet.
+    assert tensors_of("AddN", graph) <= sums + 3
     # The activations, and the factors of products. No weight is kept.
     assert tensors_of("TensorListPopBack", graph) == kept
 

@@ -70,6 +70,30 @@ def two_cells():
     return layers.RNN([layers.LSTMCell(UNITS), layers.GRUCell(UNITS)])
 
 
+class Selecting(Cell):
+    """Multiplies another number of rows in each step."""
+
+    def call(self, x, states):
+        h, _ = super().call(x, states)
+        some = tf.boolean_mask(h, x[:, 0] > 0)
+        some = ops.matmul(some, self.recurrent) + self.bias
+        h = ops.tanh(h + 0.1 * ops.sum(some, axis=0, keepdims=True))
+        return h, [h]
+
+
+class WithScalars(Cell):
+    """Multiplies and adds scalar weights."""
+
+    def build(self, shape):
+        super().build(shape)
+        self.factor = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, x, states):
+        h, _ = super().call(x, states)
+        h = h * (ops.max(x) * self.factor) + self.factor
+        return h, [h]
+
+
 SEQUENCE = (STEPS, 4)
 MODELS = {
     "masked": (
@@ -85,6 +109,8 @@ MODELS = {
     "two cells": ([two_cells], SEQUENCE),
     "own": ([lambda: layers.RNN(Cell())], SEQUENCE),
     "changing": ([lambda: layers.RNN(Changing())], SEQUENCE),
+    "selecting": ([lambda: layers.RNN(Selecting())], SEQUENCE),
+    "with scalars": ([lambda: layers.RNN(WithScalars())], SEQUENCE),
     "per row": ([lambda: layers.RNN(PerRow())], SEQUENCE),
     "in a loop": (
         [
@@ -168,9 +194,7 @@ def test_second_gradients_through_a_loop_are_those_of_float32(name):
         (lambda: layers.ConvLSTM1D(UNITS, 3), (3, STEPS, 7, 4)),
     ],
 )
-def test_the_steps_of_a_loop_round_no_weight_and_form_no_gradient_of_one(
-    make, shape, policy
-):
+def test_the_steps_of_a_loop_round_no_weight_and_keep_none(make, shape, policy):
     tfmix.set_global_policy(policy)
     model = keras.Sequential([make()])
     model.build(shape)
@@ -182,12 +206,17 @@ def test_the_steps_of_a_loop_round_no_weight_and_form_no_gradient_of_one(
     weights = {tuple(v.shape) for v in model.trainable_variables}
     for body in bodies:
         for op in gpu_products.operations(body, set()):
-            made = {tuple(x.shape) for x in op.outputs if x.shape.rank}
-            assert op.type in PASSED_ON or not made & weights
-
-
-# What a loop's steps hand on, or TensorFlow computes before it runs.
-PASSED_ON = "Identity", "Placeholder", "Const", "StopGradient"
+            made = {
+                (tuple(x.shape), x.dtype) for x in op.outputs if x.shape.rank
+            }
+            sizes = {size for size, _ in made}
+            assert op.type != "TensorListPopBack" or not sizes & weights
+            # A power of two multiplies the sum of all steps.
+            assert op.type not in ("Mul", "ReadVariableOp") or not (
+                sizes & weights
+            )
+            narrow = {size for size, dtype in made if dtype.size == 2}
+            assert op.type != "Cast" or not narrow & weights
 
 
 def bodies_of(graph):
@@ -197,6 +226,30 @@ def bodies_of(graph):
         for op in gpu_products.operations(graph, set())
         if "While" in op.type
     ]
+
+
+@pytest.mark.parametrize("for_gpu", [True, False])
+def test_a_graph_with_a_loop_has_a_jacobian(for_gpu):
+    found = {}
+    for policy in ("float32", "mixed_float16"):
+        tfmix.set_global_policy(policy)
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([layers.LSTM(3)])
+        x = np.random.default_rng(0).normal(size=(2, STEPS, 4))
+        x = tf.constant(x, "float32")
+        model(x)
+
+        @tf.function
+        def jacobian(x, model=model):
+            with tf.GradientTape(persistent=True) as tape:
+                tape.watch(x)
+                out = tf.cast(model(x, training=True), "float32")
+            weight = model.trainable_variables[1].value
+            return tape.batch_jacobian(out, x), tape.jacobian(out, weight)
+
+        with tracing.compiled_for("cuda" if for_gpu else ""):
+            found[policy] = [np.asarray(each) for each in jacobian(x)]
+    is_close(found["mixed_float16"], found["float32"], 0.01)
 
 
 def test_the_activations_of_a_step_stay_in_float32_until_its_results():
@@ -210,5 +263,6 @@ def test_the_activations_of_a_step_stay_in_float32_until_its_results():
         sum(op.type == "Cast" for op in gpu_products.operations(body, set()))
         for body in bodies_of(graph)
     ]
-    # The gates together, and the state; the same on the way back.
-    assert casts == [4, 4]
+    # The gates together, and the state; the same on the way back, where the
+    # gradients of three weights are cast.
+    assert casts == [4 + 3, 4]

@@ -37,7 +37,8 @@ class Block:
         fit: The callback that reports the skipped steps of the `fit` around,
             `None` outside of one.
         in_loop: Whether the code runs in each step of a loop.
-        loop: What that loop has of weights, `None` if they are read in it.
+        loop: What reads the weights of that loop before it, `None` if each
+            step does.
         in_map: Whether TensorFlow converts the code to run for all rows.
         may_fall_back: Whether a user's layer is tried in 16 bit, and falls back
             to float32 if that fails.

@@ -359,7 +359,7 @@ def usual(call: Call) -> Any:
     known = _handed_on(call) if call.noted else []
     if known and (any(exact.is_wide for exact in known) or _asks(call)):
         return _in_float32_now(call, dtype)
-    if call.is_ruled and context_values.block.get().loop is not None:
+    if call.is_ruled and _casts_in_each_step():
         # TensorFlow's kernels cast each tensor on its own, in each step.
         return _in_float32_now(call, dtype)
     if is_sum:
@@ -617,6 +617,12 @@ def _begins(call: Call) -> str:
     return "lost" if call.tensors[0] is call.tensors[1] else "flat"
 
 
+def _casts_in_each_step() -> bool:
+    """Returns whether TensorFlow's kernels compute the step of a loop."""
+    in_loop = context_values.block.get().in_loop
+    return in_loop and tracing.in_graph_without_xla()
+
+
 def _is_small(number: Any) -> bool:
     return 0 < abs(number) < _SMALL
 
@@ -748,7 +754,7 @@ def converted(call: Call) -> Any:
 def parted(call: Call) -> Any:
     """Splits; the parts that a loop needs in float32 are cast as a whole."""
     result = usual(call)
-    if context_values.block.get().loop is None or not call.tensors:
+    if not (call.tensors and _casts_in_each_step()):
         return result
     again = _Again(call)
     by_trace: dict[Any, Known] = {}

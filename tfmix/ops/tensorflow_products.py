@@ -28,7 +28,6 @@ from tfmix._keras import (
 )
 from tfmix.ops import tensorflow_loops
 from tfmix.ops.contraction import Contraction
-from tfmix.ops.tensorflow_loops import OfWeight
 
 # Computes a result from a tensor and a weight of the same dtype.
 Function = Callable[[Any, Any], Any]
@@ -88,7 +87,7 @@ def contracted(
     Returns:
         The result of `function` for the inputs and the rounded weight.
     """
-    is_eager = tf.executing_eagerly()
+    is_eager, held = tf.executing_eagerly(), _held(weight)
 
     def multiplied(inputs: Any, upstream: Any, narrow: Any = None) -> Any:
         # In eager mode the other way computes the result once more.
@@ -97,7 +96,7 @@ def contracted(
         factor = inputs if used is None else used(inputs)
         return _product(factor, upstream, axes.of_weight)
 
-    def of_weight(inputs: Any, upstream: Any, narrow: Any) -> Any:
+    def of_weight(upstream: Any, narrow: Any) -> Any:
         is_half = inputs.dtype == tf.float16
         if is_half and tracing.by_xla() and not in_loop:
             factor = inputs if used is None else used(inputs)
@@ -105,7 +104,8 @@ def contracted(
         sizes = dict(zip(axes.outputs, _shape(upstream), strict=True))
         count = _times([sizes[x] for x in axes.free])
         factors = [inputs, upstream, narrow]
-        return _summed(multiplied, factors[: 2 if is_eager else 3], count)
+        factors = factors[: 2 if is_eager else 3]
+        return _summed(multiplied, factors, count, held=held)
 
     def of_inputs(upstream: Any, narrow: Any) -> Any:
         return _product(upstream, narrow, axes.of_inputs)
@@ -113,9 +113,7 @@ def contracted(
     if is_eager and used is None and axes.new:
         gradients = of_inputs, of_weight
         return _recorded(function, inputs, weight, copy, gradients)
-    first = axes.inputs[:1]
-    by_row = first == axes.outputs[:1] and first in axes.free
-    return _with_gradient(function, inputs, weight, copy, of_weight, by_row)
+    return _with_gradient(function, inputs, weight, copy, of_weight)
 
 
 @_on_local
@@ -140,19 +138,20 @@ def convolved(
     Returns:
         The result of `function` for the inputs and the rounded weight.
     """
+    held = _held(weight)
 
     def multiplied(inputs: Any, upstream: Any, narrow: Any) -> Any:
         return _pulled(lambda w: function(inputs, w), narrow, upstream)
 
-    def of_weight(inputs: Any, upstream: Any, narrow: Any) -> Any:
+    def of_weight(upstream: Any, narrow: Any) -> Any:
         count = positions(_shape(inputs), _shape(upstream))
         factors = [inputs, upstream, narrow]
         # XLA divides in the kernel that computes the incoming gradient. The
         # inputs were computed long before.
         divided = int(tracing.by_xla())
-        return _summed(multiplied, factors, count, divided=divided)
+        return _summed(multiplied, factors, count, divided=divided, held=held)
 
-    return _with_gradient(function, inputs, weight, copy, of_weight, True)
+    return _with_gradient(function, inputs, weight, copy, of_weight)
 
 
 @_on_local
@@ -180,19 +179,18 @@ def combined(
         The result of `function` for the inputs and the rounded weight.
     """
     del in_loop
+    held = _held(weight)
 
-    is_eager, repeats = tf.executing_eagerly(), _repeats(weight, inputs)
-
-    def of_weight(inputs: Any, upstream: Any, narrow: Any) -> Any:
+    def of_weight(upstream: Any, narrow: Any) -> Any:
         if signs is not None and _adds_rows(weight, upstream):
-            total = _row_sum(upstream, narrow)
+            total = _row_sum(upstream, narrow, held)
             return -total if signs[1] < 0 else total
-        if signs is not None and (is_eager or inputs is None):
+        if signs is not None and tf.executing_eagerly():
             # The other way computes the result once more.
             return _of_term(_wide(upstream), weight, signs[1])
         return _of_wide_weight(function, inputs, weight, upstream)
 
-    if is_eager and signs and repeats:
+    if tf.executing_eagerly() and signs and _repeats(weight, inputs):
         is_negative = signs[0] < 0
 
         def of_inputs(upstream: Any, narrow: Any) -> Any:
@@ -200,16 +198,7 @@ def combined(
 
         gradients = of_inputs, of_weight
         return _recorded(function, inputs, weight, copy, gradients)
-    has_rows = len(weight.shape) == len(inputs.shape) and weight.shape[0] != 1
-    return _with_gradient(
-        function,
-        inputs,
-        weight,
-        copy,
-        of_weight,
-        repeats and not has_rows,
-        is_sum=signs is not None,
-    )
+    return _with_gradient(function, inputs, weight, copy, of_weight)
 
 
 def _repeats(term: Any, other: Any) -> bool:
@@ -242,7 +231,7 @@ def _adds_rows(weight: Any, upstream: Any) -> bool:
     return is_row and tracing.by_gpu_kernels(upstream)
 
 
-def _row_sum(upstream: Any, narrow: Any) -> Any:
+def _row_sum(upstream: Any, narrow: Any, held: Any) -> Any:
     """Returns the sum of rows as a product with ones.
 
     `BiasAddGrad` rounds the partial sum of each block of threads to 16 bit.
@@ -253,7 +242,7 @@ def _row_sum(upstream: Any, narrow: Any) -> Any:
     power = _root_of_two(count) if is_half else 1.0
     parts = tf.fill((1, count), _reciprocal(power, upstream.dtype))
     total = tf.reshape(tf.matmul(parts, rows), _shape(narrow))
-    return _enlarged(_wide(total), power) if is_half else _wide(total)
+    return enlarged(_wide(total), power, held) if is_half else _wide(total)
 
 
 def _summed(
@@ -262,6 +251,7 @@ def _summed(
     count: Any,
     *,
     divided: int = 0,
+    held: Any = None,
 ) -> Any:
     """Returns a weight's gradient in float32, from 16-bit factors.
 
@@ -272,6 +262,7 @@ def _summed(
         divided: The factor that float16 divides. By default the inputs: they
             are of order one, because no scaling helps the forward pass, and
             lose fewer digits than the incoming gradient.
+        held: What a loop around the code has of the weight.
     """
     if not (tracing.by_xla() or tracing.for_gpu(factors[0])):
         return multiplied(*map(_wide, factors))
@@ -280,7 +271,7 @@ def _summed(
     power = _root_of_two(count)
     factors = list(factors)
     factors[divided] = _divided(factors[divided], power)
-    return _enlarged(_wide(multiplied(*factors)), power)
+    return enlarged(_wide(multiplied(*factors)), power, held)
 
 
 def _divided(tensor: Any, power: Any) -> Any:
@@ -302,8 +293,12 @@ def _divided(tensor: Any, power: Any) -> Any:
     return known[id(tensor), power][1]
 
 
-def _enlarged(tensor: Any, power: Any) -> Any:
-    """Multiplies a gradient by a power of two."""
+def enlarged(tensor: Any, power: Any, held: Any = None) -> Any:
+    """Multiplies the gradient of a weight by a power of two."""
+    if held is not None and isinstance(power, float):
+        power = held.left_of(power)
+        if power == 1.0:
+            return tensor
     result = tensor * power
     if not (tf.executing_eagerly() or tracing.by_xla()):
         # If nothing is added to it, the border multiplies only once.
@@ -332,14 +327,7 @@ def _reciprocal(power: Any, dtype: Any) -> Any:
 
 
 def _with_gradient(
-    function: Function,
-    inputs: Any,
-    weight: Any,
-    copy: Any,
-    of_weight: OfWeight,
-    by_row: bool,
-    *,
-    is_sum: bool = False,
+    function: Function, inputs: Any, weight: Any, copy: Any, of_weight: Gradient
 ) -> Any:
     """Returns a result with TensorFlow's own gradient, but for the weight.
 
@@ -352,13 +340,10 @@ def _with_gradient(
         weight: Float32 tensor.
         copy: The weight in the dtype of the inputs, `None` if it is not known.
         of_weight: Returns the gradient of the weight.
-        by_row: Whether it is a sum over the first axis of inputs and result.
-        is_sum: Whether it does not depend on the inputs.
     """
     held = _held(weight)
-    if held is not None and by_row:
-        return _in_step(function, inputs, weight, copy, held, of_weight, is_sum)
-    weight = tapes.local(weight)
+    if held is not None:
+        return _with_held(function, inputs, weight, held, of_weight)
     with tapes.unrecorded():
         if copy is None:
             copy = kernels.cast(weight, inputs.dtype)
@@ -369,7 +354,7 @@ def _with_gradient(
 
     def of_all(upstream: Any) -> list:
         with context_values.holding(rules=context_values.NO_RULES):
-            total = tapes.shared(copy, of_weight(inputs, upstream, narrow))
+            total = tapes.shared(copy, of_weight(upstream, narrow))
             if not tapes.is_recorded():
                 return [upstream, None, *total]
             # The gradient of this one needs to know the weight.
@@ -382,44 +367,27 @@ def _with_gradient(
     return result
 
 
-def _in_step(
-    function: Function,
-    inputs: Any,
-    weight: Any,
-    copy: Any,
-    held: tensorflow_loops.Held,
-    of_weight: OfWeight,
-    is_sum: bool,
+def _with_held(
+    function: Function, inputs: Any, weight: Any, held: Any, of_weight: Gradient
 ) -> Any:
     """Returns a result in a step of a loop that has the weight.
 
-    The other arguments are those of `_with_gradient`.
+    The arguments are those of `_with_gradient`.
     """
-    result = function(inputs, tf.stop_gradient(held.narrow))
-    factors = [result] if is_sum else [inputs, result]
-    lists = held.lists(factors, of_weight)
-    # Only a user's step may ask for the gradient of its own copy.
-    own = [] if held.loop.is_constant or copy is None else [copy]
+    narrow, weight = held.narrow, tapes.local(weight)
+    result = function(inputs, tf.stop_gradient(narrow))
 
     def of_all(upstream: Any) -> list:
-        items = [None for _ in own] + lists.filled(*factors[:-1], upstream)
-        if own and tapes.is_asked(copy):
-            with context_values.holding(rules=context_values.NO_RULES):
-                total = of_weight(inputs, upstream, held.narrow)
-            items = [tf.cast(total, copy.dtype), *[None for _ in lists.empty]]
-        again = None
-        if tapes.is_recorded():
-            again = kernels.cast(weight, inputs.dtype)
-        elif held.loop.is_constant and not is_sum:
-            # TensorFlow would keep the weight for each step.
-            again = held.narrow
-        if again is None:
-            return [upstream, None, *items]
+        # TensorFlow would keep what the body has computed, for each step.
+        again = narrow
         with context_values.holding(rules=context_values.NO_RULES):
+            total = of_weight(upstream, narrow)
+            if tapes.is_recorded():
+                again = kernels.cast(weight, inputs.dtype)
             pulled = _pulled(lambda x: function(x, again), inputs, upstream)
-        return [None, pulled, *items]
+            return [None, pulled, total]
 
-    sources = [result, inputs, *own, *lists.empty]
+    sources = [result, inputs, weight]
     (result,) = tapes.replaced([result], sources, [], of_all)
     return result
 
@@ -429,7 +397,7 @@ def _recorded(
     inputs: Any,
     weight: Any,
     copy: Any,
-    gradients: tuple[Gradient, OfWeight],
+    gradients: tuple[Gradient, Gradient],
 ) -> Any:
     """Returns a result for which a tape records both gradients (eager).
 
@@ -455,7 +423,7 @@ def _recorded(
 
     def of_sources(upstream: Any) -> list:
         with context_values.holding(rules=context_values.NO_RULES):
-            total = tapes.shared(copy, of_weight(inputs, upstream, copy))
+            total = tapes.shared(copy, of_weight(upstream, copy))
             if not reaches_inputs:
                 return total
             factor = copy

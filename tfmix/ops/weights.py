@@ -81,17 +81,14 @@ def loop(original: Callable) -> Callable:
     """Returns the function that runs the time steps of a recurrent layer."""
 
     @functools.wraps(original)
-    def inner_loop(self: Any, sequences: Any, *args: Any, **kwargs: Any) -> Any:
+    def inner_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
         loop = None
-        if tracing.in_graph_without_xla():
-            steps = keras.ops.shape(keras.tree.flatten(sequences)[0])[1]
-            # A user's cell may change its weights in each step.
-            inner = layers.flat_layers(self.cell)
-            loop = tensorflow_loops.Loop(
-                steps, all(map(layers.is_builtin, inner))
-            )
+        # A user's cell may change its weights in each step.
+        is_ours = map(layers.is_builtin, layers.flat_layers(self.cell))
+        if tracing.in_graph_without_xla() and all(is_ours):
+            loop = tensorflow_loops.Loop(tensorflow_products.enlarged)
         with context_values.holding(in_loop=True, loop=loop):
-            return original(self, sequences, *args, **kwargs)
+            return original(self, *args, **kwargs)
 
     return inner_loop
 
