@@ -193,3 +193,31 @@ def test_a_hook_on_the_steps_of_evaluate_and_predict_is_called_once(
         # Its last trace is that of the step.
         assert not model.asked[-1]
     assert calls == [name] * 3
+
+
+class Failing(Curious):
+    """Can make no function of a step while it `fails`."""
+
+    fails = False
+
+    def make_test_function(self, force=False):
+        if self.fails:
+            raise RuntimeError("no function")
+        super().make_test_function(force)
+
+    def make_predict_function(self, force=False):
+        if self.fails:
+            raise RuntimeError("no function")
+        return super().make_predict_function(force)
+
+
+@pytest.mark.parametrize("name", ["test_function", "predict_function"])
+def test_a_function_stays_wrapped_if_another_cannot_be_made(name):
+    model = compiled(Failing)
+    model.evaluate(X, Y, verbose=0)
+    before = getattr(model, name)
+    assert isinstance(before, tapes.Inferring)
+    model.fails = True
+    with pytest.raises(RuntimeError, match="no function"):
+        getattr(model, f"make_{name}")()
+    assert getattr(model, name) is before

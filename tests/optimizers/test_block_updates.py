@@ -90,6 +90,70 @@ def test_all_bits_are_those_of_whole_variables(few_at_a_time, name):
     jax.tree.map(np.testing.assert_array_equal, *found.values())
 
 
+class Warmup(keras.optimizers.Optimizer):
+    """Declares that it is element-wise, but counts and reads a shape."""
+
+    elementwise = True
+    never_negative = ()
+
+    def build(self, variables):
+        super().build(variables)
+        self.momentums = [
+            self.add_variable_from_reference(v, "momentum") for v in variables
+        ]
+        self.calls = self.add_variable((), "zeros", "float32", name="calls")
+
+    def update_step(self, gradient, variable, learning_rate):
+        momentum = self.momentums[self._get_variable_index(variable)]
+        self.calls.assign(self.calls + 1.0)
+        self.assign(momentum, 0.9 * momentum + gradient)
+        factor = learning_rate * keras.ops.minimum(self.calls / 10.0, 1.0)
+        factors = keras.ops.broadcast_to(factor, variable.shape)
+        self.assign_sub(variable, factors * momentum)
+
+
+def test_a_users_update_gets_whole_variables(few_at_a_time):
+    found = []
+    for by_blocks in (False, True):
+        few_at_a_time(lambda by_blocks=by_blocks: by_blocks)
+        optimizer = low(Warmup(0.1))
+        step, state, grads = step_of(optimizer, SHAPES)
+        for _ in range(2):
+            state = jax.jit(step)(state, grads)
+        calls = [v.path.endswith("calls") for v in optimizer.variables]
+        assert float(state[1][calls.index(True)]) == 2 * len(SHAPES)
+        found.append(jax.tree.map(np.asarray, state))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+@pytest.mark.parametrize("shared", ["state", "gradients", "both"])
+def test_variables_on_explicit_axes_are_updated_as_a_whole(
+    few_at_a_time, shared
+):
+    mesh = jax.make_mesh(
+        (1,),
+        ("rows",),
+        devices=jax.devices()[:1],
+        axis_types=(jax.sharding.AxisType.Explicit,),
+    )
+
+    def share(value):
+        axes = ["rows"] if np.ndim(value) else []
+        spec = jax.sharding.PartitionSpec(*axes)
+        return jax.device_put(value, jax.sharding.NamedSharding(mesh, spec))
+
+    few_at_a_time(lambda: True)
+    step, state, grads = step_of(low(keras.optimizers.Adam()), [(64, 512)])
+    compiled = jax.jit(step)
+    expected = compiled(state, grads)
+    if shared != "gradients":
+        state = jax.tree.map(share, state)
+    if shared != "state":
+        grads = [*map(share, grads)]
+    found = compiled(state, grads)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 def compiled_step(optimizer, **settings):
     step, *given = step_of(optimizer, [(64, 512), (64, 512)])
     traced = jax.jit(step, donate_argnums=0).trace(*given)

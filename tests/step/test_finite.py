@@ -109,7 +109,8 @@ def test_each_variant_distinguishes_all_tensors(variant, bad, monkeypatch):
     chosen = kernels.VARIANTS[variant]
     monkeypatch.setattr(kernels, "not_finite_alike", chosen)
     large = 520, 520
-    shapes = [(3, 4), None, (2,), (3, 4), large, (2,), large, (), (), (0, 2)]
+    shapes = [(3, 4), None, (2,), (3, 4), large, (2,), large, (), ()]
+    shapes += [(0, 2), (0, 2)]
     given = [
         None if shape is None else np.ones(shape, "float32") for shape in shapes
     ]
@@ -126,7 +127,7 @@ def test_each_variant_distinguishes_all_tensors(variant, bad, monkeypatch):
     ("platform", "size", "count"),
     # A CPU copies small tensors into one matrix; its threads share a large one.
     [("cuda", 600, 1), ("tpu", 3, 1), ("cpu", 3, 1), ("cpu", 200, 3)]
-    + [("cpu", 600, 6)],
+    + [("cpu", 600, 6), ("cpu", 0, 1)],
 )
 def test_small_tensors_of_one_shape_are_read_together(platform, size, count):
     import jax
@@ -149,14 +150,19 @@ def test_it_holds_where_kerass_float_type_is_bfloat16():
 
 
 @helpers.requires_backend("jax")
-def test_large_gradients_on_explicit_axes_are_checked():
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("columns", [3, 2**18])
+def test_gradients_on_explicit_axes_are_checked(columns, count):
     import jax
 
-    devices = jax.devices()[:2]
+    devices = jax.devices()[:count]
     mesh = jax.make_mesh((len(devices),), ("d",), devices=devices)
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
-    large = jax.device_put(np.ones((4, 2**18), "float32"), rows)
-    assert bool(jax.jit(lambda x: finite.all_finite([x]))(large))
+    check = jax.jit(lambda tensors: finite.all_finite(tensors))
+    given = [np.ones((4, columns), "float32") for _ in range(2)]
+    assert bool(check(jax.device_put(given, rows)))
+    given[1][2, 1] = np.inf
+    assert not bool(check(jax.device_put(given, rows)))
 
 
 def rows(variable):

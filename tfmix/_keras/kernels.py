@@ -70,6 +70,19 @@ def selected(condition: Any, if_true: Any, if_false: Any) -> Any:
     return tf.where(condition, if_true, if_false)
 
 
+def on_explicit_axes(*tensors: Any) -> bool:
+    """Returns whether the axes of a mesh are part of a tensor's type (JAX)."""
+    if keras.backend.backend() == "tensorflow":
+        return False
+    # Older versions of JAX have no such axes.
+    if not (hasattr(jax, "typeof") and hasattr(jax.sharding, "AxisType")):
+        return False
+    kinds = map(jax.typeof, tensors)
+    meshes = [kind.sharding.mesh for kind in kinds if hasattr(kind, "sharding")]
+    explicit = jax.sharding.AxisType.Explicit
+    return any(explicit in mesh.axis_types for mesh in meshes)
+
+
 def by_shape(
     tensors: Sequence, function: Callable[[list], Any], apart: Callable
 ) -> Any:
@@ -206,12 +219,15 @@ def _by_flags(*tensors: Any) -> Any:
 
 
 def _on_cpu(*tensors: Any) -> Any:
+    if on_explicit_axes(*tensors):
+        # JAX does not know how these axes share what is reshaped.
+        return _by_flags(*tensors)
     # A CPU runs one kernel for the rows of a matrix sooner than one for each
     # small tensor. (A conditional in place of selections copies all state
     # there, which takes three times Adam's time.)
     size = math.prod(tensors[0].shape)
     if size <= _SMALL and len({x.dtype for x in tensors}) == 1 < len(tensors):
-        rows = keras.ops.reshape(keras.ops.stack(tensors), (-1, max(size, 1)))
+        rows = keras.ops.reshape(keras.ops.stack(tensors), (len(tensors), size))
         # Without a barrier, XLA may look up the tensor of each number.
         return ~keras.ops.all(_is_finite(kept_apart(rows)), axis=1)
     flags = [_joined(_is_finite(x)) for x in tensors]

@@ -223,10 +223,12 @@ class _MixedModel:
         is_ours = isinstance(before, tapes.Inferring)
         left = before.function if is_ours else before
         setattr(model, name, left)
-        made = original(*args, **kwargs)
-        now = getattr(model, name)
-        setattr(model, name, before if now is left else tapes.Inferring(now))
-        return made
+        try:
+            return original(*args, **kwargs)
+        finally:
+            now = getattr(model, name)
+            now = before if now is left else tapes.Inferring(now)
+            setattr(model, name, now)
 
     def _test_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         step = functools.partial(self._under_rules, original)

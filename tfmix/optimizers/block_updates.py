@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import global_state, optimizers, replacing
+from tfmix._keras import global_state, kernels, optimizers, replacing
 from tfmix._keras import variables as keras_variables
 from tfmix.optimizers import eight_bit, elementwise
 
@@ -33,7 +33,8 @@ def on_cpu(
     """A context in which a CPU updates large variables block by block.
 
     Args:
-        optimizer: The optimizer. Only element-wise ones change.
+        optimizer: The optimizer. Only the element-wise updates that Keras
+            wrote run by blocks.
         states: The state of each variable with some in 8 bits, by its `id`.
         seed: The variable that moves the positions of `noise.noise`.
     """
@@ -43,7 +44,8 @@ def on_cpu(
                 update = functools.partial(
                     _update, worker.update_step, states, seed
                 )
-                if elementwise.is_elementwise(worker):
+                # Another may change a counter, or read a variable's shape.
+                if elementwise.runs_update_of(worker, elementwise.NAMES):
                     replacing.swap(undo, worker, "update_step", update)
         yield
 
@@ -67,7 +69,7 @@ def _update(
     """Takes the place of an optimizer's `update_step`."""
     parts = [variable, *_parts(states.get(id(variable), ()))]
     scope, count = global_state.open_scope(), _count_blocks(parts)
-    if not (scope and count and isinstance(gradient, jax.core.Tracer)):
+    if not (scope and count and _may_cut(gradient, parts)):
         original(gradient, variable, learning_rate)
         return
 
@@ -82,6 +84,16 @@ def _update(
     )
     for part, value in zip(parts, new, strict=True):
         scope.state_mapping[id(part)] = value
+
+
+def _may_cut(gradient: Any, parts: Sequence[keras.Variable]) -> bool:
+    """Returns whether a gradient is traced and can be cut with its variable."""
+    if not isinstance(gradient, jax.core.Tracer):
+        return False
+    # Explicit axes would give a block another type than its tensor, and JAX
+    # would not write it back.
+    values = map(keras_variables.read, parts)
+    return not kernels.on_explicit_axes(gradient, *values)
 
 
 def _parts(states: Sequence[keras.Variable]) -> list[keras.Variable]:
