@@ -177,7 +177,7 @@ def test_the_gradients_of_a_loops_weights_are_those_of_float32(
     is_close(found, exact, 0.01 if policy == POLICIES[0] else 0.06)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["backwards", "own", "per row"])
 def test_second_gradients_through_a_loop_are_those_of_float32(name):
     exact = gradients(name, "float32", for_gpu=False, is_second=True)
@@ -228,6 +228,7 @@ def bodies_of(graph):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("for_gpu", [True, False])
 def test_a_graph_with_a_loop_has_a_jacobian(for_gpu):
     found = {}
