@@ -1,6 +1,7 @@
 """Recurrent layers without XLA: what their steps leave to the code around."""
 
 import contextlib
+import itertools
 
 import keras
 import numpy as np
@@ -132,7 +133,7 @@ def gradients(name, policy, for_gpu, is_second=False):
     tfmix.set_global_policy(policy)
     keras.utils.set_random_seed(0)
     make, shape = MODELS[name]
-    shape = (ROWS if name == "per row" else None, *shape)
+    shape = (None if name == "any length" else ROWS, *shape)
     model = keras.Sequential([keras.Input(batch_shape=shape)])
     for layer in make:
         model.add(layer())
@@ -165,10 +166,14 @@ def is_close(found, exact, limit):
         assert error < limit
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("for_gpu", [True, False])
+QUICK = {("simple", True), ("convolution", True), ("own", True)}
+
+
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "for_gpu"),
+    helpers.quick_are(QUICK, itertools.product(MODELS, [True, False])),
+)
 def test_the_gradients_of_a_loops_weights_are_those_of_float32(
     name, policy, for_gpu
 ):
