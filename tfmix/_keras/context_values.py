@@ -20,12 +20,10 @@ class Block:
         rules: The active op rules; `None` for those that are installed.
         policy: The policy of new layers; `None` for that of the scopes.
         around: What the running model call is part of, `None` if of nothing.
-        place: Where gradients lie in float16's range: a factor of the power of
-            two of the borders around a model's call.
         place_of_step: In a model's step the place that its optimizer gives it,
             else `None`.
-        outside: Computes a user's gradient function outside of the border
-            around the running code, `None` if there is no border.
+        gates: The gates of the model's call that runs, `None` if there are
+            none.
         asked: The `id`s of the tensors whose gradients a tape forms now.
         power: The power of two of the gradients that are formed now, `None`
             if they are unscaled.
@@ -54,9 +52,8 @@ class Block:
     rules: frozenset[str] | None = None
     policy: keras.DTypePolicy | None = None
     around: Any = None
-    place: Any = 1.0
     place_of_step: Any = None
-    outside: Any = None
+    gates: Any = None
     asked: frozenset[int] = frozenset()
     power: Any = None
     in_fit: bool = False

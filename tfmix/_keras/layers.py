@@ -315,16 +315,13 @@ def added_losses(model: keras.Layer) -> list[tuple[keras.Layer, Any]]:
 
 
 def put_loss(layer: keras.Layer, before: Any, loss: Any) -> None:
-    """Replaces a loss that a call has added to a layer.
-
-    A loss that was added in another scope is not there; it is added.
-    """
-    if any(added is before for added in layer._losses):
-        layer._losses[:] = [
-            loss if added is before else added for added in layer._losses
-        ]
-    else:
-        keras.Layer.add_loss(layer, loss)
+    """Replaces a loss that a call has added to a layer."""
+    scope: Any = global_state.open_scope()
+    losses = layer._losses if scope is None else scope.losses
+    losses[:] = [loss if added is before else added for added in losses]
+    if scope is not None:
+        layer._loss_ids.discard(id(before))
+        layer._loss_ids.add(id(loss))
 
 
 def that_compute(model: keras.Layer) -> list[keras.Layer]:

@@ -4,7 +4,7 @@ import collections
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import keras
@@ -126,6 +126,14 @@ def is_made_in(function: Any, tensor: Any) -> bool:
     if keras.backend.backend() == "jax":
         return not is_symbolic(tensor) or function == weakref.ref(tensor._trace)
     return hasattr(tensor, "numpy")
+
+
+def is_traced_with(array: Any, others: Iterable) -> bool:
+    """Returns whether JAX traces an array and one of others together."""
+    trace = getattr(array, "_trace", None)
+    return trace is not None and any(
+        trace is getattr(other, "_trace", None) for other in others
+    )
 
 
 def transformation() -> Any:

@@ -1,0 +1,392 @@
+"""The two gates of a model's call, under JAX, which a token joins.
+
+Both are identities. Their tangents pass linear maps, each the transpose of the
+other: one multiplies by a power of two and sends that on as the tangent of the
+token, the other divides by what the token brings. Which of them comes first
+depends on the mode: forwards it is the entrance, backwards the exit. A result
+does not depend on the power, so the token's tangent is free to carry it.
+
+A second derivative enters where the first one left. Two such passes through one
+call could have different powers, whose sums would be wrong. So all second
+derivatives have one fixed power: a second token tells the exit that it is one.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.extend
+from jax import lax
+from jax import numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import ad, batching, mlir
+
+from tfmix._keras import context_values, kernels, tracing
+from tfmix.gradient_scaling import power
+from tfmix.ops import jax_products
+
+# The power of second derivatives. Gradients of a mean are small, so there is
+# less room above it than below.
+_OF_SECOND = 2.0**8
+
+
+class _Shared:
+    """Brings the power of a backward pass to users' gradient functions.
+
+    Attributes:
+        down: The reciprocal of the power of the pass that is traced now.
+    """
+
+    down: Any = None
+
+
+def is_reached(array: Any, others: Sequence) -> bool:
+    """Returns whether an array belongs to a running transformation.
+
+    Layers may keep arrays of one that has ended.
+
+    Args:
+        array: The array.
+        others: Arrays that do.
+    """
+    return tracing.is_traced_with(array, others)
+
+
+class Gates:
+    """The gates of one call.
+
+    Args:
+        place: Where gradients lie in float16's range: a number or a scalar.
+        overwritten: The `id`s of arrays whose gradient is their next value,
+            which passes no gate.
+    """
+
+    def __init__(self, place: Any, overwritten: Collection[int]) -> None:
+        self._place = jnp.asarray(place, "float32")
+        self._overwritten = overwritten
+        self._token: Any = jnp.zeros((), "float32")
+        self._state = tracing.transformation()
+        self._shared: _Shared | None = None
+
+    def enter(self, values: Sequence) -> list:
+        """Returns the arrays for the code inside, in the same order."""
+        places = [n for n, value in enumerate(values) if self._passes(value)]
+        # JAX sums the gradients of what `shard_map` shares outside of here.
+        given = jax_products.varying_alike(
+            [self._token, *(values[n] for n in places)]
+        )
+        passed, self._token = _enter(given[1:], given[0])
+        inside = list(values)
+        for n, value in zip(places, passed, strict=True):
+            inside[n] = value
+        return inside
+
+    def _passes(self, value: Any) -> bool:
+        # Nothing else has a gradient.
+        is_traced = isinstance(value, jax.core.Tracer)
+        own = id(value) in self._overwritten
+        return is_traced and not own and _is_float(value)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Runs a block between the gates."""
+        with context_values.holding(gates=self):
+            yield
+
+    def leave(self, results: Sequence, losses: Sequence) -> tuple[list, list]:
+        """Returns the float arrays of a call for the code outside.
+
+        Args:
+            results: The arrays.
+            losses: Losses that were added inside. Their gradients are often far
+                larger than others, so they only count in the sum.
+        """
+        counts = (True,) * len(results) + (False,) * len(losses)
+        # Losses may be numbers of Keras's own.
+        arrays = tuple(map(jnp.asarray, (*results, *losses)))
+        given = jax_products.varying_alike([self._token, *arrays])
+        passed, _ = _leave(
+            given[1:], given[0], self._place, counts, self._shared
+        )
+        return list(passed[: len(results)]), list(passed[len(results) :])
+
+    def reach(self) -> bool:
+        """Returns whether the running code may use `unscaled`.
+
+        Inside a loop, a branch or another transformation it may not, because
+        the power is then no value of that function.
+        """
+        return bool(tracing.transformation() == self._state)
+
+    def unscaled(self, function: Callable, arrays: Sequence) -> Any:
+        """Calls a user's function whose gradient function gets true gradients.
+
+        Args:
+            function: Takes float arrays; returns a nest.
+            arrays: The arrays.
+        """
+        shared = self._shared = self._shared or _Shared()
+
+        @jax.custom_vjp
+        def called(*arrays: Any) -> Any:
+            return function(*arrays)
+
+        def backward(pull: Any, upstream: Any) -> tuple:
+            down = lax.stop_gradient(shared.down)
+            up = 1 / down
+            true = jax.tree.map(functools.partial(_times_float, down), upstream)
+            return tuple(_times_float(up, x) for x in pull(true))
+
+        called.defvjp(functools.partial(jax.vjp, function), backward)
+        return called(*arrays)
+
+
+def _times_float(factor: Any, array: Any) -> Any:
+    return array * factor if _is_float(array) else array
+
+
+@jax.custom_jvp
+def _enter(values: tuple, token: Any) -> tuple[tuple, Any]:
+    return values, token
+
+
+@functools.partial(_enter.defjvp, symbolic_zeros=True)
+def _(primals: tuple, tangents: tuple) -> tuple:
+    values, token = _enter(*primals)
+    moved = list(tangents[0])
+    live = [n for n, x in enumerate(moved) if not isinstance(x, SymbolicZero)]
+    *passed, of_token = _gate.bind(
+        *(moved[n] for n in live),
+        *(jnp.zeros_like(token), token, jnp.ones_like(token)),
+        enters=True,
+        fresh=True,
+        sums=False,
+        counts=(True,) * len(live),
+        shared=None,
+        depth=0,
+    )
+    for n, tangent in zip(live, passed, strict=True):
+        moved[n] = tangent
+    return (values, token), (tuple(moved), of_token)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
+def _leave(
+    results: tuple, token: Any, place: Any, counts: tuple, shared: Any
+) -> tuple[tuple, Any]:
+    return results, token
+
+
+@functools.partial(_leave.defjvp, symbolic_zeros=True)
+def _(counts: tuple, shared: Any, primals: tuple, tangents: tuple) -> tuple:
+    results, token = _leave(*primals, counts, shared)
+    moved, of_token = list(tangents[0]), tangents[1]
+    if isinstance(of_token, SymbolicZero):
+        of_token = jnp.zeros_like(token)
+    live = [n for n, x in enumerate(moved) if not isinstance(x, SymbolicZero)]
+    *passed, of_token = _gate.bind(
+        *(moved[n] for n in live),
+        *(of_token, token, jnp.broadcast_to(primals[2], token.shape)),
+        enters=False,
+        fresh=True,
+        sums=False,
+        counts=tuple(counts[n] for n in live),
+        shared=shared,
+        depth=0,
+    )
+    for n, tangent in zip(live, passed, strict=True):
+        moved[n] = tangent
+    return (results, token), (tuple(moved), of_token)
+
+
+def _into(
+    *given: Any, fresh: bool, sums: bool, counts: tuple, **_: Any
+) -> list:
+    """Multiplies by a power of two; returns the arrays, and its reciprocal.
+
+    Args:
+        *given: The arrays; the token that brings the reciprocal of a power that
+            is known; one that tells that this is a second derivative; the
+            place.
+        fresh: Whether a power is chosen if none is known.
+        sums: Whether what enters may meet other gradients.
+        counts: Which arrays count in the maximum.
+    """
+    *arrays, token, kept, place = given
+    up, down = _OF_SECOND, 1 / _OF_SECOND
+    if fresh and arrays:
+        of_losses = [
+            x for x, is_in in zip(arrays, counts, strict=True) if not is_in
+        ]
+        of_results = [
+            x for x, is_in in zip(arrays, counts, strict=True) if is_in
+        ]
+        up, down = power.of(of_results, of_losses, place)
+    known = token + kept
+    is_known = known != 0
+    of_known = 1 / jnp.where(is_known, known, 1.0)
+    up = jnp.where(is_known, _OF_SECOND if sums else of_known, up)
+    down = jnp.where(is_known, 1 / _OF_SECOND if sums else known, down)
+    spread = functools.cache(functools.partial(_spread, up))
+    return [*(_times(spread, x) for x in arrays), down.astype("float32")]
+
+
+def _out_of(*given: Any, **_: Any) -> list:
+    """Divides by the power that the token brings."""
+    *arrays, token, _, _ = given
+    down = jnp.where(token != 0, token, 1.0)
+    # XLA would otherwise repeat the division in every kernel that multiplies.
+    down = kernels.kept_apart(down)
+    # Each equation takes time to trace and to compile, so gradients of one
+    # shape share these arrays.
+    spread = functools.cache(functools.partial(_spread, down))
+    lost = functools.cache(functools.partial(_spread, power.lost(down)))
+    return [*(_unscaled(spread, lost, x) for x in arrays), token]
+
+
+def _run(*given: Any, enters: bool, depth: int, **how: Any) -> list:
+    function: Callable = functools.partial(_into if enters else _out_of, **how)
+    for _ in range(depth):
+        function = jax.vmap(function)
+    result: list = function(*given)
+    return result
+
+
+def _pushed(
+    primals: Sequence,
+    tangents: Sequence,
+    enters: bool,
+    sums: bool,
+    counts: tuple,
+    **how: Any,
+) -> tuple[list, list]:
+    """Pushes tangents forward.
+
+    A tangent inside has the power of what it is a tangent of, times its own.
+    """
+    results = _gate.bind(
+        *primals, enters=enters, sums=sums, counts=counts, **how
+    )
+    *moved, token, kept, _ = tangents
+    live = [n for n, x in enumerate(moved) if type(x) is not ad.Zero]
+    *passed, of_token = _gate.bind(
+        *(moved[n] for n in live),
+        *(ad.instantiate_zeros(token), ad.instantiate_zeros(kept), primals[-1]),
+        enters=enters,
+        sums=False,
+        counts=tuple(counts[n] for n in live),
+        **how,
+    )
+    down = results[-1] if enters else primals[-3]
+    down = jnp.where(down != 0, down, 1.0)
+    for n, x in zip(live, passed, strict=True):
+        wide = down.reshape(down.shape + (1,) * (x.ndim - down.ndim))
+        factor = 1 / wide if enters else wide
+        moved[n] = x * factor.astype(x.dtype)
+    return results, [*moved, of_token]
+
+
+def _pulled(
+    upstream: Sequence,
+    *primals: Any,
+    enters: bool,
+    fresh: bool,
+    sums: bool,
+    counts: tuple,
+    shared: Any,
+    depth: int,
+) -> list:
+    """Pulls gradients back, by the other map."""
+    del sums
+    *arrays, of_token = upstream
+    of_token = ad.instantiate_zeros(of_token)
+    live = [n for n, x in enumerate(arrays) if type(x) is not ad.Zero]
+    kept = primals[-2]
+    if enters or ad.is_undefined_primal(kept):
+        kept = jnp.zeros_like(of_token)
+    place = primals[-1]
+    if ad.is_undefined_primal(place):
+        place = jnp.ones_like(of_token)
+    *passed, token = _gate.bind(
+        *(arrays[n] for n in live),
+        *(of_token, kept, place),
+        enters=not enters,
+        fresh=fresh and not enters,
+        sums=True,
+        counts=tuple(counts[n] for n in live),
+        shared=shared,
+        depth=depth,
+    )
+    if shared is not None and not enters:
+        shared.down = token
+    back: list = [None] * len(arrays)
+    for n, x in zip(live, passed, strict=True):
+        back[n] = x
+    back += [token, token if enters else None, None]
+    return [
+        x if ad.is_undefined_primal(primal) else None
+        for x, primal in zip(back, primals, strict=True)
+    ]
+
+
+def _batched(
+    values: Sequence, axes: Sequence, depth: int, **how: Any
+) -> tuple[list, list]:
+    (size, *_) = (
+        value.shape[axis]
+        for value, axis in zip(values, axes, strict=True)
+        if axis is not None
+    )
+    # Each row has a power of its own.
+    rows = [
+        jnp.broadcast_to(value, (size, *value.shape))
+        if axis is None
+        else jnp.moveaxis(value, axis, 0)
+        for value, axis in zip(values, axes, strict=True)
+    ]
+    results = _gate.bind(*rows, depth=depth + 1, **how)
+    return results, [0] * len(results)
+
+
+_gate = jax.extend.core.Primitive("tfmix_gate")
+_gate.multiple_results = True
+_gate.def_impl(_run)
+_gate.def_abstract_eval(lambda *given, **_: list(given[:-2]))
+mlir.register_lowering(_gate, mlir.lower_fun(_run, multiple_results=True))
+ad.primitive_jvps[_gate] = _pushed
+ad.primitive_transposes[_gate] = _pulled
+batching.primitive_batchers[_gate] = _batched
+
+
+def _is_float(value: Any) -> bool:
+    return bool(jnp.issubdtype(value.dtype, jnp.inexact))
+
+
+def _unscaled(down: Callable, lost: Callable, array: Any) -> Any:
+    """Divides a gradient; numbers that are not finite become infinite."""
+    is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
+    is_finite = (jnp.isfinite if is_complex else lax.is_finite)(array)
+    dtype = jnp.promote_types(array.dtype, "float32")
+    wide = lax.convert_element_type(array, dtype)
+    largest = lax.full_like(wide, jnp.finfo(dtype).max)
+    finite = lax.select(is_finite, wide, largest)
+    shape = array.shape
+    factor = lax.select(is_finite, down(shape, dtype), lost(shape, dtype))
+    return lax.convert_element_type(lax.mul(finite, factor), array.dtype)
+
+
+def _times(factor: Callable, array: Any) -> Any:
+    """Multiplies by a factor, which is a function of a shape and a dtype."""
+    # Float32 and wider dtypes hold every factor. Plain operations are used
+    # because those of `jnp` take a tenth of a step's tracing for hundreds of
+    # gradients.
+    dtype = jnp.promote_types(array.dtype, "float32")
+    wide = lax.convert_element_type(array, dtype)
+    product = lax.mul(wide, factor(array.shape, dtype))
+    return lax.convert_element_type(product, array.dtype)
+
+
+def _spread(number: Any, shape: tuple, dtype: Any) -> Any:
+    return lax.broadcast(lax.convert_element_type(number, dtype), shape)
