@@ -13,8 +13,6 @@ from tests import helpers, loops, steps
 ON_JAX = keras.backend.backend() == "jax"
 if ON_JAX:
     import jax
-
-    from tfmix.gradient_scaling import jax_border
 else:
     import tensorflow as tf
 
@@ -29,13 +27,6 @@ MODES = [
     else mode
     for mode in steps.MODES
 ]
-
-
-@pytest.fixture(autouse=True)
-def as_a_new_process(monkeypatch):
-    """Lets other tests run as if no such function was ever in a loop."""
-    if ON_JAX:
-        monkeypatch.setattr(jax_border._Run, "is_nested", False)
 
 
 def norm(g):

@@ -29,7 +29,9 @@ from tfmix.ops import jax_products
 
 # The power of second derivatives. Gradients of a mean are small, so there is
 # less room above it than below.
-_OF_SECOND = 2.0**8
+_UP_OF_SECOND = 2.0**8
+# What the token brings then. Several of them are added, unlike powers.
+_SECOND = -1.0
 
 
 class _Shared:
@@ -162,7 +164,7 @@ def _(primals: tuple, tangents: tuple) -> tuple:
         *(jnp.zeros_like(token), token, jnp.ones_like(token)),
         enters=True,
         fresh=True,
-        sums=False,
+        backwards=False,
         counts=(True,) * len(live),
         shared=None,
         depth=0,
@@ -191,7 +193,7 @@ def _(counts: tuple, shared: Any, primals: tuple, tangents: tuple) -> tuple:
         *(of_token, token, jnp.broadcast_to(primals[2], token.shape)),
         enters=False,
         fresh=True,
-        sums=False,
+        backwards=False,
         counts=tuple(counts[n] for n in live),
         shared=shared,
         depth=0,
@@ -201,21 +203,16 @@ def _(counts: tuple, shared: Any, primals: tuple, tangents: tuple) -> tuple:
     return (results, token), (tuple(moved), of_token)
 
 
-def _into(
-    *given: Any, fresh: bool, sums: bool, counts: tuple, **_: Any
-) -> list:
-    """Multiplies by a power of two; returns the arrays, and its reciprocal.
+def _into(*given: Any, fresh: bool, counts: tuple, **_: Any) -> list:
+    """Multiplies by a power of two; returns the arrays, and the token.
 
     Args:
-        *given: The arrays; the token that brings the reciprocal of a power that
-            is known; one that tells that this is a second derivative; the
-            place.
-        fresh: Whether a power is chosen if none is known.
-        sums: Whether what enters may meet other gradients.
+        *given: The arrays, two tokens that may bring a power, and the place.
+        fresh: Whether to choose a power if they bring none.
         counts: Which arrays count in the maximum.
     """
     *arrays, token, kept, place = given
-    up, down = _OF_SECOND, 1 / _OF_SECOND
+    up, sent = _UP_OF_SECOND, _SECOND
     if fresh and arrays:
         of_losses = [
             x for x, is_in in zip(arrays, counts, strict=True) if not is_in
@@ -223,27 +220,30 @@ def _into(
         of_results = [
             x for x, is_in in zip(arrays, counts, strict=True) if is_in
         ]
-        up, down = power.of(of_results, of_losses, place)
+        up, sent = power.of(of_results, of_losses, place)
     known = token + kept
-    is_known = known != 0
-    of_known = 1 / jnp.where(is_known, known, 1.0)
-    up = jnp.where(is_known, _OF_SECOND if sums else of_known, up)
-    down = jnp.where(is_known, 1 / _OF_SECOND if sums else known, down)
+    up = jnp.where(known == 0, up, 1 / _down(known))
+    sent = jnp.where(known == 0, sent, jnp.where(known < 0, _SECOND, known))
     spread = functools.cache(functools.partial(_spread, up))
-    return [*(_times(spread, x) for x in arrays), down.astype("float32")]
+    return [*(_times(spread, x) for x in arrays), sent]
 
 
 def _out_of(*given: Any, **_: Any) -> list:
     """Divides by the power that the token brings."""
     *arrays, token, _, _ = given
-    down = jnp.where(token != 0, token, 1.0)
     # XLA would otherwise repeat the division in every kernel that multiplies.
-    down = kernels.kept_apart(down)
+    down = kernels.kept_apart(_down(token))
     # Each equation takes time to trace and to compile, so gradients of one
     # shape share these arrays.
     spread = functools.cache(functools.partial(_spread, down))
     lost = functools.cache(functools.partial(_spread, power.lost(down)))
     return [*(_unscaled(spread, lost, x) for x in arrays), token]
+
+
+def _down(token: Any) -> Any:
+    """Returns the factor that a token means; 1 if it passed no other gate."""
+    of_first = jnp.where(token == 0, 1.0, token)
+    return jnp.where(token < 0, 1 / _UP_OF_SECOND, of_first)
 
 
 def _run(*given: Any, enters: bool, depth: int, **how: Any) -> list:
@@ -258,7 +258,7 @@ def _pushed(
     primals: Sequence,
     tangents: Sequence,
     enters: bool,
-    sums: bool,
+    backwards: bool,
     counts: tuple,
     **how: Any,
 ) -> tuple[list, list]:
@@ -267,7 +267,7 @@ def _pushed(
     A tangent inside has the power of what it is a tangent of, times its own.
     """
     results = _gate.bind(
-        *primals, enters=enters, sums=sums, counts=counts, **how
+        *primals, enters=enters, backwards=backwards, counts=counts, **how
     )
     *moved, token, kept, _ = tangents
     live = [n for n, x in enumerate(moved) if type(x) is not ad.Zero]
@@ -275,12 +275,11 @@ def _pushed(
         *(moved[n] for n in live),
         *(ad.instantiate_zeros(token), ad.instantiate_zeros(kept), primals[-1]),
         enters=enters,
-        sums=False,
+        backwards=False,
         counts=tuple(counts[n] for n in live),
         **how,
     )
-    down = results[-1] if enters else primals[-3]
-    down = jnp.where(down != 0, down, 1.0)
+    down = _down(results[-1] if enters else primals[-3])
     for n, x in zip(live, passed, strict=True):
         wide = down.reshape(down.shape + (1,) * (x.ndim - down.ndim))
         factor = 1 / wide if enters else wide
@@ -293,28 +292,29 @@ def _pulled(
     *primals: Any,
     enters: bool,
     fresh: bool,
-    sums: bool,
+    backwards: bool,
     counts: tuple,
     shared: Any,
     depth: int,
 ) -> list:
     """Pulls gradients back, by the other map."""
-    del sums
+    del backwards
     *arrays, of_token = upstream
     of_token = ad.instantiate_zeros(of_token)
     live = [n for n, x in enumerate(arrays) if type(x) is not ad.Zero]
-    kept = primals[-2]
-    if enters or ad.is_undefined_primal(kept):
+    # If the exit's second token has a gradient, this is a second derivative.
+    kept, place = primals[-2:]
+    is_second = enters or ad.is_undefined_primal(kept)
+    if is_second:
         kept = jnp.zeros_like(of_token)
-    place = primals[-1]
     if ad.is_undefined_primal(place):
         place = jnp.ones_like(of_token)
     *passed, token = _gate.bind(
         *(arrays[n] for n in live),
         *(of_token, kept, place),
         enters=not enters,
-        fresh=fresh and not enters,
-        sums=True,
+        fresh=fresh and not is_second,
+        backwards=True,
         counts=tuple(counts[n] for n in live),
         shared=shared,
         depth=depth,
@@ -324,7 +324,7 @@ def _pulled(
     back: list = [None] * len(arrays)
     for n, x in zip(live, passed, strict=True):
         back[n] = x
-    back += [token, token if enters else None, None]
+    back += [token, token, None]
     return [
         x if ad.is_undefined_primal(primal) else None
         for x, primal in zip(back, primals, strict=True)
@@ -332,21 +332,45 @@ def _pulled(
 
 
 def _batched(
-    values: Sequence, axes: Sequence, depth: int, **how: Any
+    values: Sequence,
+    axes: Sequence,
+    enters: bool,
+    backwards: bool,
+    depth: int,
+    **how: Any,
 ) -> tuple[list, list]:
+    """Gives all rows one power, or each its own if it has gradients of its own.
+
+    A gradient of many rows, such as that of a weight, needs one power.
+    """
+    *arrays, token, kept, place = axes
+    del arrays, place
+    by_row = (enters and backwards) or (token, kept) != (None, None)
+    bind = functools.partial(
+        _gate.bind, enters=enters, backwards=backwards, **how
+    )
+    if not by_row:
+        moved = [
+            value if axis is None else jnp.moveaxis(value, axis, depth)
+            for value, axis in zip(values, axes, strict=True)
+        ]
+        if axes[-1] is not None:
+            moved[-1] = jnp.min(moved[-1], depth)
+        results = bind(*moved, depth=depth)
+        new = [axis if axis is None else depth for axis in axes[:-3]]
+        return results, [*new, None]
     (size, *_) = (
         value.shape[axis]
         for value, axis in zip(values, axes, strict=True)
         if axis is not None
     )
-    # Each row has a power of its own.
     rows = [
         jnp.broadcast_to(value, (size, *value.shape))
         if axis is None
         else jnp.moveaxis(value, axis, 0)
         for value, axis in zip(values, axes, strict=True)
     ]
-    results = _gate.bind(*rows, depth=depth + 1, **how)
+    results = bind(*rows, depth=depth + 1)
     return results, [0] * len(results)
 
 
