@@ -182,9 +182,6 @@ FUNCTIONS = {
         "record_operation": "op_type output_tensors input_tensors "
         "backward_function",
     },
-    "tensorflow.python.ops.resource_variable_ops": {
-        "variable_accessed": "variable",
-    },
     "tensorflow.python.eager.forwardprop_util": {"pack_tangents": "tensors"},
     "tensorflow.python.eager.imperative_grad": {
         "imperative_grad": "tape target sources output_gradients",

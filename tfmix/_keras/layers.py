@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -305,13 +305,9 @@ def drop_losses(layer: keras.Layer) -> None:
         inner._loss_ids.clear()
 
 
-def added_losses(model: keras.Layer) -> list[tuple[keras.Layer, Any]]:
+def added_losses(layers: Iterable[keras.Layer]) -> list[tuple]:
     """Lists the losses that calls have added, each with its layer."""
-    return [
-        (layer, loss)
-        for layer in flat_layers(model)
-        for loss in layer._get_own_losses()
-    ]
+    return [(layer, x) for layer in layers for x in layer._get_own_losses()]
 
 
 def put_loss(layer: keras.Layer, before: Any, loss: Any) -> None:

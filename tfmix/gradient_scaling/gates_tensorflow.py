@@ -196,7 +196,7 @@ class _Between:
         says_why = [False] * (len(values) - len(of_variables))
         says_why += unscaled_gradients.become_infinite(of_variables)
         with _as_written():
-            lost = power.lost(by.down)
+            lost = functools.cache(functools.partial(_lost, by.down))
             for n, value, says in zip(kept, values, says_why, strict=True):
                 if n not in self._as_values:
                     true = _unscaled(by.down, value, lost if says else None)
@@ -238,27 +238,33 @@ def _as_written() -> contextlib.AbstractContextManager[None]:
     return context_values.holding(rules=context_values.NO_RULES)
 
 
-def _unscaled(down: Any, gradient: Any, lost: Any) -> Any:
+def _unscaled(down: Any, gradient: Any, lost: Callable | None) -> Any:
     """Divides a gradient.
 
     Args:
         down: The factor; NaN if an incoming gradient was not finite.
         gradient: The gradient.
-        lost: If given, an overflow inside becomes infinity.
+        lost: Takes a dtype; returns two numbers whose product shows an overflow
+            inside. `None` if it need not be shown.
     """
     tensor, factor = tensorflow_products.parts(gradient)
     down = down if factor is None else down * factor
     if lost is None:
         return _times(down, tensor)
     real = tf.math.real(tensor) if tensor.dtype.is_complex else tensor
-    is_finite = tf.raw_ops.IsFinite(x=real)
     wide = kernels.cast(tensor, tf.float32) if _is_small(tensor) else tensor
-    down, lost = (kernels.cast(x, wide.dtype) for x in (down, lost))
-    largest = tf.constant(wide.dtype.real_dtype.max, wide.dtype)
-    select = tf.raw_ops.SelectV2
-    finite = select(condition=is_finite, t=wide, e=largest)
-    factor = select(condition=is_finite, t=down, e=lost)
-    return kernels.cast(tf.raw_ops.Mul(x=finite, y=factor), tensor.dtype)
+    largest, of_lost = lost(wide.dtype)
+    fine, select = tf.raw_ops.IsFinite(x=real), tf.raw_ops.SelectV2
+    result = tf.raw_ops.Mul(
+        x=select(condition=fine, t=wide, e=largest),
+        y=select(condition=fine, t=kernels.cast(down, wide.dtype), e=of_lost),
+    )
+    return kernels.cast(result, tensor.dtype)
+
+
+def _lost(down: Any, dtype: tf.DType) -> tuple[Any, Any]:
+    largest = tf.constant(dtype.real_dtype.max, dtype)
+    return largest, kernels.cast(power.lost(down), dtype)
 
 
 def _times(factor: Any, tensor: Any) -> Any:

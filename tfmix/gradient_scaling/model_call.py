@@ -88,14 +88,15 @@ def between_gates(
     values = [*exact, *mapped.values()]
     if not (_TENSORFLOW or any(map(tracing.is_symbolic, values))):
         return call(*args, **kwargs)
-    before = _items(layers.flat_layers(model))
+    flat = layers.flat_layers(model)
+    before = _items(flat)
     held = _held(nest, before, values)
     values += [item.value for item in held]
     pair = gates.Gates(placing.of(model), _overwritten(model, states))
     inside = iter(pair.enter(values))
     new = [(*both, next(inside)) for both in zip(given, exact, strict=True)]
     mapped = {key: next(inside) for key in mapped}
-    known = [loss for _, loss in layers.added_losses(model)]
+    known = [loss for _, loss in layers.added_losses(flat)]
     with (
         _mapped_to(scope, states, mapped),
         _replaced(held, [*inside], before),
@@ -103,14 +104,16 @@ def between_gates(
     ):
         args, kwargs = _with_arrays(nest, new)
         outputs = call(*args, **kwargs)
-        left = _left(model, before)
+        # An unbuilt model has new layers.
+        flat = layers.flat_layers(model)
+        left = _left(flat, before)
         # It is float32, like the results: a loss that casts 16 bits itself
         # would send its gradient back through 16 bits before a gate scales it.
         wide = exact_values.to_float32_with_notes
         kept = [tensors.map_leaves(item.value, wide) for item in left]
     added = [
         (layer, loss)
-        for layer, loss in layers.added_losses(model)
+        for layer, loss in layers.added_losses(flat)
         if all(loss is not other for other in known)
     ]
     passing, rebuilt = floats((outputs, kept))
@@ -276,15 +279,10 @@ def _items(owners: Iterable, before: Items | None = None) -> Items:
     return found
 
 
-def _left(model: keras.Model, before: Items) -> list[_Item]:
+def _left(flat: list, before: Items) -> list[_Item]:
     """Lists what a call left on layers, such as scores for a later loss."""
-    after = _items(layers.flat_layers(model), before)
-    return [
-        item
-        for item in after.values()
-        if not item.is_among(before)
-        and any(map(_is_float, _arrays(item.value)))
-    ]
+    new = [x for x in _items(flat, before).values() if not x.is_among(before)]
+    return [x for x in new if any(map(_is_float, _arrays(x.value)))]
 
 
 def _with_arrays(nest: Any, new: Iterable[tuple]) -> Any:
