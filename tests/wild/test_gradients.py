@@ -827,6 +827,29 @@ def tensor_held_by_a_layer(_):
     return of_weights(jax.grad(loss), model, first)
 
 
+@only_under("jax")
+def weights_assigned_without_a_scope(_):
+    model = network()
+    known = values_of(model)
+
+    def loss(weights):
+        for variable, value in zip(
+            model.trainable_variables, weights, strict=True
+        ):
+            variable.assign(value)
+        return 1e-6 * error(model(X))
+
+    def gradients(weights):
+        found = jax.grad(loss)(weights)
+        for variable, value in zip(
+            model.trainable_variables, known, strict=True
+        ):
+            variable.assign(value)
+        return found
+
+    return of_weights(gradients, model)
+
+
 def gradients_under(policy, function, mode):
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)

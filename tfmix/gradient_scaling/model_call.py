@@ -86,11 +86,12 @@ def between_gates(
     states = {} if scope is None else dict(scope.state_mapping)
     mapped = {key: x for key, x in states.items() if _is_float(x)}
     values = [*exact, *mapped.values()]
-    if not (_TENSORFLOW or any(map(tracing.is_symbolic, values))):
+    held = [] if _TENSORFLOW or scope else _traced(model)
+    if not (_TENSORFLOW or held or any(map(tracing.is_symbolic, values))):
         return call(*args, **kwargs)
     flat = layers.flat_layers(model)
     before = _items(flat)
-    held = _held(nest, before, values)
+    held += _held(nest, before, values)
     values += [item.value for item in held]
     pair = gates.Gates(placing.of(model), _overwritten(model, states))
     inside = iter(pair.enter(values))
@@ -206,6 +207,16 @@ def _held(nest: Any, items: "Items", others: list) -> list["_Item"]:
         and _is_float(item.value)
         and gates.is_reached(item.value, others)
     ]
+
+
+def _traced(model: keras.Model) -> list["_Item"]:
+    """Lists weights that JAX traces although no scope holds them.
+
+    Code may have assigned the tracers.
+    """
+    places = map(keras_variables.place_of_value, model.trainable_variables)
+    items = [_Item(*place) for place in places]
+    return [item for item in items if tracing.is_symbolic(item.value)]
 
 
 def _overwritten(model: keras.Model, states: dict[int, Any]) -> set[int]:
