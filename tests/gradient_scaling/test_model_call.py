@@ -1,4 +1,4 @@
-"""The border of a model changes nothing but its gradients."""
+"""The gates of a model change nothing but its gradients."""
 
 import functools
 import gc
