@@ -8,7 +8,8 @@ does not depend on the power, so the token's tangent is free to carry it.
 
 A second derivative enters where the first one left. Two such passes through one
 call could have different powers, whose sums would be wrong. So all second
-derivatives have one fixed power: a second token tells the exit that it is one.
+derivatives have one fixed power, times the place: a second token tells the exit
+that it is one.
 """
 
 import contextlib
@@ -66,7 +67,7 @@ class Gates:
     """
 
     def __init__(self, place: Any, overwritten: Collection[int]) -> None:
-        self._place = jnp.asarray(place, "float32")
+        self._place = lax.stop_gradient(jnp.asarray(place, "float32"))
         self._overwritten = overwritten
         self._token: Any = jnp.zeros((), "float32")
         self._state = tracing.transformation()
@@ -79,7 +80,7 @@ class Gates:
         given = jax_products.varying_alike(
             [self._token, *(values[n] for n in places)]
         )
-        passed, self._token = _enter(given[1:], given[0])
+        passed, self._token = _enter(given[1:], given[0], self._place)
         inside = list(values)
         for n, value in zip(places, passed, strict=True):
             inside[n] = value
@@ -150,28 +151,24 @@ def _times_float(factor: Any, array: Any) -> Any:
 
 
 @jax.custom_jvp
-def _enter(values: tuple, token: Any) -> tuple[tuple, Any]:
+def _enter(values: tuple, token: Any, place: Any) -> tuple[tuple, Any]:
     return values, token
 
 
 @functools.partial(_enter.defjvp, symbolic_zeros=True)
 def _(primals: tuple, tangents: tuple) -> tuple:
     values, token = _enter(*primals)
-    moved = list(tangents[0])
-    live = [n for n, x in enumerate(moved) if not isinstance(x, SymbolicZero)]
-    *passed, of_token = _gate.bind(
-        *(moved[n] for n in live),
-        *(jnp.zeros_like(token), token, jnp.ones_like(token)),
+    passed = _bind(
+        tangents[0],
+        (jnp.zeros_like(token), token, primals[2]),
         enters=True,
         fresh=True,
         backwards=False,
-        counts=(True,) * len(live),
+        counts=(True,) * len(values),
         shared=None,
         depth=0,
     )
-    for n, tangent in zip(live, passed, strict=True):
-        moved[n] = tangent
-    return (values, token), (tuple(moved), of_token)
+    return (values, token), passed
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
@@ -184,23 +181,45 @@ def _leave(
 @functools.partial(_leave.defjvp, symbolic_zeros=True)
 def _(counts: tuple, shared: Any, primals: tuple, tangents: tuple) -> tuple:
     results, token = _leave(*primals, counts, shared)
-    moved, of_token = list(tangents[0]), tangents[1]
+    of_results, of_token, _ = tangents
     if isinstance(of_token, SymbolicZero):
         of_token = jnp.zeros_like(token)
-    live = [n for n, x in enumerate(moved) if not isinstance(x, SymbolicZero)]
-    *passed, of_token = _gate.bind(
-        *(moved[n] for n in live),
-        *(of_token, token, jnp.broadcast_to(primals[2], token.shape)),
+    passed = _bind(
+        of_results,
+        (of_token, token, primals[2]),
         enters=False,
         fresh=True,
         backwards=False,
-        counts=tuple(counts[n] for n in live),
+        counts=counts,
         shared=shared,
         depth=0,
     )
-    for n, tangent in zip(live, passed, strict=True):
-        moved[n] = tangent
-    return (results, token), (tuple(moved), of_token)
+    return (results, token), passed
+
+
+def _bind(
+    arrays: Sequence, operands: tuple, *, counts: tuple, **how: Any
+) -> tuple[tuple, Any]:
+    """Maps the arrays that may not be zero; returns all, and the token.
+
+    Args:
+        arrays: Tangents or gradients.
+        operands: Two tokens that may bring a power, and the place.
+        counts: Which arrays count in the maximum.
+        **how: As for `_into` and `_run`.
+    """
+    zeros = SymbolicZero | ad.Zero
+    live = [n for n, x in enumerate(arrays) if not isinstance(x, zeros)]
+    *passed, token = _gate.bind(
+        *(arrays[n] for n in live),
+        *operands,
+        counts=tuple(counts[n] for n in live),
+        **how,
+    )
+    new = list(arrays)
+    for n, x in zip(live, passed, strict=True):
+        new[n] = x
+    return tuple(new), token
 
 
 def _into(*given: Any, fresh: bool, counts: tuple, **_: Any) -> list:
@@ -212,7 +231,7 @@ def _into(*given: Any, fresh: bool, counts: tuple, **_: Any) -> list:
         counts: Which arrays count in the maximum.
     """
     *arrays, token, kept, place = given
-    up, sent = _UP_OF_SECOND, _SECOND
+    up, sent = _UP_OF_SECOND * place, _SECOND
     if fresh and arrays:
         of_losses = [
             x for x, is_in in zip(arrays, counts, strict=True) if not is_in
@@ -222,7 +241,7 @@ def _into(*given: Any, fresh: bool, counts: tuple, **_: Any) -> list:
         ]
         up, sent = power.of(of_results, of_losses, place)
     known = token + kept
-    up = jnp.where(known == 0, up, 1 / _down(known))
+    up = jnp.where(known == 0, up, 1 / _down(known, place))
     sent = jnp.where(known == 0, sent, jnp.where(known < 0, _SECOND, known))
     spread = functools.cache(functools.partial(_spread, up))
     return [*(_times(spread, x) for x in arrays), sent]
@@ -230,9 +249,9 @@ def _into(*given: Any, fresh: bool, counts: tuple, **_: Any) -> list:
 
 def _out_of(*given: Any, **_: Any) -> list:
     """Divides by the power that the token brings."""
-    *arrays, token, _, _ = given
+    *arrays, token, _, place = given
     # XLA would otherwise repeat the division in every kernel that multiplies.
-    down = kernels.kept_apart(_down(token))
+    down = kernels.kept_apart(_down(token, place))
     # Each equation takes time to trace and to compile, so gradients of one
     # shape share these arrays.
     spread = functools.cache(functools.partial(_spread, down))
@@ -240,10 +259,10 @@ def _out_of(*given: Any, **_: Any) -> list:
     return [*(_unscaled(spread, lost, x) for x in arrays), token]
 
 
-def _down(token: Any) -> Any:
+def _down(token: Any, place: Any) -> Any:
     """Returns the factor that a token means; 1 if it passed no other gate."""
     of_first = jnp.where(token == 0, 1.0, token)
-    return jnp.where(token < 0, 1 / _UP_OF_SECOND, of_first)
+    return jnp.where(token < 0, 1 / (_UP_OF_SECOND * place), of_first)
 
 
 def _run(*given: Any, enters: bool, depth: int, **how: Any) -> list:
@@ -270,21 +289,25 @@ def _pushed(
         *primals, enters=enters, backwards=backwards, counts=counts, **how
     )
     *moved, token, kept, _ = tangents
-    live = [n for n, x in enumerate(moved) if type(x) is not ad.Zero]
-    *passed, of_token = _gate.bind(
-        *(moved[n] for n in live),
-        *(ad.instantiate_zeros(token), ad.instantiate_zeros(kept), primals[-1]),
+    tokens = ad.instantiate_zeros(token), ad.instantiate_zeros(kept)
+    passed, of_token = _bind(
+        moved,
+        (*tokens, primals[-1]),
         enters=enters,
         backwards=False,
-        counts=tuple(counts[n] for n in live),
+        counts=counts,
         **how,
     )
-    down = _down(results[-1] if enters else primals[-3])
-    for n, x in zip(live, passed, strict=True):
-        wide = down.reshape(down.shape + (1,) * (x.ndim - down.ndim))
-        factor = 1 / wide if enters else wide
-        moved[n] = x * factor.astype(x.dtype)
-    return results, [*moved, of_token]
+    down = _down(results[-1] if enters else primals[-3], primals[-1])
+    factor = 1 / down if enters else down
+
+    def scaled(x: Any) -> Any:
+        if isinstance(x, ad.Zero):
+            return x
+        wide = factor.reshape(factor.shape + (1,) * (x.ndim - factor.ndim))
+        return x * wide.astype(x.dtype)
+
+    return results, [*map(scaled, passed), of_token]
 
 
 def _pulled(
@@ -293,41 +316,34 @@ def _pulled(
     enters: bool,
     fresh: bool,
     backwards: bool,
-    counts: tuple,
     shared: Any,
-    depth: int,
+    **how: Any,
 ) -> list:
     """Pulls gradients back, by the other map."""
     del backwards
-    *arrays, of_token = upstream
-    of_token = ad.instantiate_zeros(of_token)
-    live = [n for n, x in enumerate(arrays) if type(x) is not ad.Zero]
+    *arrays, token = upstream
+    token = ad.instantiate_zeros(token)
     # If the exit's second token has a gradient, this is a second derivative.
     kept, place = primals[-2:]
     is_second = enters or ad.is_undefined_primal(kept)
     if is_second:
-        kept = jnp.zeros_like(of_token)
-    if ad.is_undefined_primal(place):
-        place = jnp.ones_like(of_token)
-    *passed, token = _gate.bind(
-        *(arrays[n] for n in live),
-        *(of_token, kept, place),
+        kept = jnp.zeros_like(token)
+    passed, token = _bind(
+        arrays,
+        (token, kept, place),
         enters=not enters,
         fresh=fresh and not is_second,
         backwards=True,
-        counts=tuple(counts[n] for n in live),
         shared=shared,
-        depth=depth,
+        **how,
     )
     if shared is not None and not enters:
-        shared.down = token
-    back: list = [None] * len(arrays)
-    for n, x in zip(live, passed, strict=True):
-        back[n] = x
-    back += [token, token, None]
+        shared.down = _down(token, place)
     return [
         x if ad.is_undefined_primal(primal) else None
-        for x, primal in zip(back, primals, strict=True)
+        for x, primal in zip(
+            (*passed, token, token, None), primals, strict=True
+        )
     ]
 
 
