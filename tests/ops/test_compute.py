@@ -25,16 +25,12 @@ class AsStored(layers.Layer):
         return self.term(x, self.w)
 
 
-# TensorFlow's eager operators refuse it without tfmix, too.
-COMPILED = [m for m in steps.MODES if helpers.ON_JAX or m != "eager"]
-
-
-@pytest.mark.parametrize("mode", COMPILED)
+@pytest.mark.parametrize("mode", steps.MODES)
 @pytest.mark.parametrize(
     "term",
     [lambda x, w: x + w, lambda x, w: x - w, lambda x, w: w * x],
 )
-def test_a_variable_that_an_operator_does_not_read_is_handed_through(
+def test_an_operator_promotes_16_bit_beside_float32_as_keras_ops_do(
     term, mode, caplog
 ):
     x = ops.convert_to_tensor(np.float32([[0.5, 2.0]]))

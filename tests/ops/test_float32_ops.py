@@ -14,7 +14,7 @@ from tfmix._keras import op_places, tracing
 from tfmix._keras import variables as keras_variables
 from tfmix.autocast.global_policy import policy_scope
 from tfmix.ops import stand_ins
-from tfmix.policy import float32_ops
+from tfmix.policy import op_lists
 from tfmix.policy.policy import Policy
 
 # JAX compiles each op again for each dtype, so one of the two is enough.
@@ -32,7 +32,7 @@ def _no_rules_before_or_after():
 
 
 def available_defaults():
-    return [n for n in float32_ops.DEFAULT_FLOAT32_OPS if op_places.is_op(n)]
+    return [n for n in op_lists.DEFAULT_FLOAT32_OPS if op_places.is_op(n)]
 
 
 def call(name, x):

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import layer_ops
 from tfmix._keras import op_places
-from tfmix.policy import float32_ops
+from tfmix.policy import op_lists
 from tfmix.policy.policy import Policy
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
@@ -33,12 +33,12 @@ def test_the_recorded_measurement_justifies_the_default_list():
     justified = {name for name in called - {"exp2", "psnr"} if worth[name]}
     # The record has errors of results. `rsqrt` is on the list for its gradient,
     # which is infinite in float16 below 6e-4.
-    assert set(float32_ops.DEFAULT_FLOAT32_OPS) == justified | {"rsqrt"}
+    assert set(op_lists.DEFAULT_FLOAT32_OPS) == justified | {"rsqrt"}
 
 
 def test_every_default_op_is_in_the_guide():
     text = (DOCS / "what-stays-float32.md").read_text(encoding="utf-8")
-    names = float32_ops.DEFAULT_FLOAT32_OPS
+    names = op_lists.DEFAULT_FLOAT32_OPS
     assert [name for name in names if f"`{name}`" not in text] == []
 
 
@@ -46,18 +46,18 @@ def test_lists_are_copies_that_can_be_extended_and_shortened():
     others = [
         name
         for name in layer_ops.CASES
-        if name not in float32_ops.DEFAULT_FLOAT32_OPS and op_places.is_op(name)
+        if name not in op_lists.DEFAULT_FLOAT32_OPS and op_places.is_op(name)
     ]
     assert "exp" in others
     mine = float32_ops.default_float32_ops(add=others)
-    assert set(mine) == {*float32_ops.DEFAULT_FLOAT32_OPS, *others}
+    assert set(mine) == {*op_lists.DEFAULT_FLOAT32_OPS, *others}
     mine.clear()
     assert "softmax" in float32_ops.default_float32_ops()
     assert "sum" not in float32_ops.default_float32_ops(remove=["sum"])
 
 
 def test_the_default_list_has_no_double_and_only_real_ops():
-    names = float32_ops.DEFAULT_FLOAT32_OPS
+    names = op_lists.DEFAULT_FLOAT32_OPS
     assert float32_ops.resolve(names) == names
     missing = [name for name in names if not op_places.is_op(name)]
     if keras.version() >= "3.15":

@@ -31,12 +31,14 @@ COMPOSED = frozenset(
 # These make tensors of a dtype from numbers, or return their argument. No other
 # function of that module (loops, branches) takes a dtype.
 CONVERSIONS = ("cast", "convert_to_tensor", "stop_gradient")
-# It runs a function of its caller for each row.
-MAP = "vectorized_map"
-# The other ops of that module. The rest are loops and branches.
+# These run a function of their caller.
+WITH_FUNCTIONS = frozenset(
+    ("scan", "fori_loop", "while_loop", "associative_scan", "vectorized_map")
+)
+# The other ops of that module. The rest are branches.
 _OF_CORE = (
     *("slice", "slice_update", "scatter", "scatter_update", "unstack"),
-    MAP,
+    *sorted(WITH_FUNCTIONS),
 )
 _CORE: replacing.Place = (
     BACKEND_OPS if hasattr(BACKEND_OPS, "core") else backend,
@@ -87,6 +89,18 @@ if keras.backend.backend() == "tensorflow":
         (tf, "where"): "where",
         (tf, "constant"): "convert_to_tensor",
         (tf, "cast"): "cast",
+        (tf, "vectorized_map"): "vectorized_map",
+        # An epsilon below float16's numbers stands in these.
+        **{
+            (module, name): op
+            for module in (tf, tf.math)
+            for name, op in (("maximum", "maximum"), ("minimum", "minimum"))
+        },
+        (tf, "clip_by_value"): "clip",
+        **{
+            (module, "l2_normalize"): "normalize"
+            for module in (tf.math, tf.nn, tf.linalg)
+        },
     }
 else:
     import jax

@@ -45,6 +45,7 @@ if keras.backend.backend() == "tensorflow":
         Method(tapes.TAPE, late(tensorflow_border.staying), always=True),
         # A user may ask for the gradient of the 16-bit copy of a tensor.
         Method(tapes.GRADIENTS, late(tapes.noting_sources), always=True),
+        Method(tapes.OF_GRAPHS, late(tapes.without_rules), always=True),
         # A graph that was traced without a tape has no border.
         Method(tapes.TRACE, late(tapes.traced_for_gradients), always=True),
     )

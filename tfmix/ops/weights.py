@@ -8,7 +8,6 @@ that source in float32.
 """
 
 import functools
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -25,13 +24,8 @@ from tfmix._keras import (
     tracing,
 )
 from tfmix._keras import variables as keras_variables
-from tfmix.ops import (
-    compute,
-    contraction,
-    exact_values,
-    tensors,
-)
-from tfmix.ops.compute import Call
+from tfmix.ops import apply, contraction, exact_values, tensors
+from tfmix.ops.apply import Call
 
 products: Any
 if keras.backend.backend() == "tensorflow":
@@ -142,9 +136,9 @@ def product(axes_of: Axes) -> Callable[[Call], Any]:
         is_asked = tapes.may_be_asked()
         if place is None:
             # A product of several factors.
-            return compute.rounded(call, call.dtype)
-        exact = call.exact[place]
-        own = exact and exact.multiply
+            return apply.rounded(call)
+        noted = call.copies[place]
+        own = noted and noted.multiply
         if own is None and not is_asked:
             return call.plain()
         function, inputs, weight = _factors(call, place)
@@ -217,7 +211,7 @@ def convolved(call: Call) -> Any:
         return call.plain()
     function, inputs, weight = _factors(call, place)
     copy = call.tensors[place]
-    original, given = call.op.original, _by_name(call)
+    original, given = call.op.original, call.op.by_name(call.args, call.kwargs)
     last = _channels_last(given["data_format"])
     is_transposed = "output_padding" in given
     if not is_transposed and _is_pointwise(original, inputs, weight, last):
@@ -277,30 +271,22 @@ def _pointwise(
     )
 
 
-def _by_name(call: Call) -> dict[str, Any]:
-    """Returns the arguments of a call by their names, defaults included."""
-    signature = inspect.signature(call.op.original)
-    bound = signature.bind(*call.args, **call.kwargs)
-    bound.apply_defaults()
-    return dict(bound.arguments)
+# These compute a few ops in a way of their own.
 
 
-# Ways of single ops.
-
-
-def separated(call: Call) -> Any:
+def separable_conv(call: Call) -> Any:
     """Computes a separable convolution with weights as two convolutions."""
     call.look()
-    if all(exact_values.weight_of(x) is None for x in call.tensors):
-        return compute.usual(call)
-    given = _by_name(call)
+    if not call.weights:
+        return apply.apply(call)
+    given = call.op.by_name(call.args, call.kwargs)
     pointwise = given.pop("pointwise_kernel")
     kernel = given.pop("depthwise_kernel")
     inner = keras.ops.depthwise_conv(kernel=kernel, **given)
     return keras.ops.conv(inner, pointwise, data_format=given["data_format"])
 
 
-def looked_up(call: Call) -> Any:
+def take(call: Call) -> Any:
     """Takes rows of a weight; TensorFlow reads only those."""
     table = call.args[0]
     is_variable = isinstance(table, keras.Variable)
@@ -312,9 +298,9 @@ def looked_up(call: Call) -> Any:
             rows = call.as_it_came()
     else:
         weight = exact_values.weight_of(table)
-        if weight is None:
+        if weight is None or not tensors.is_16_bit(table):
             call.is_ruled = call.is_ruled or _takes_often(call)
-            return compute.usual(call)
+            return apply.apply(call)
         dtype = tensors.float_dtype(table)
         weight = exact_values.by_way_of(table, weight)
         rows = call.op.run((weight, *call.args[1:]), call.kwargs)
@@ -328,8 +314,21 @@ def looked_up(call: Call) -> Any:
 
 def _takes_often(call: Call) -> bool:
     """Returns whether the gradient of a row is a sum of many."""
-    given = _by_name(call)
+    given = call.op.by_name(call.args, call.kwargs)
     sizes, axis = given["x"].shape, given["axis"]
     rows = sizes if axis is None else sizes[axis : axis + 1 or None]
     indices = np.shape(given["indices"])
-    return compute.is_often(compute.size(rows), compute.size(indices))
+    return apply.is_often(apply.size(rows), apply.size(indices))
+
+
+apply.WITH_WEIGHT |= {
+    "add": summed(1, 1),
+    "subtract": summed(1, -1),
+    "multiply": multiplied,
+    "matmul": product(of_matmul),
+    "dot": product(of_dot),
+    "inner": product(of_inner),
+    "tensordot": product(of_tensordot),
+    "einsum": product(of_einsum),
+    **dict.fromkeys(("conv", "depthwise_conv", "conv_transpose"), convolved),
+}
