@@ -388,6 +388,10 @@ def _in_float32(call: Call) -> Any:
     result, wanted = call.in_float32(), call.wanted()
     if wanted in _formats.SIXTEEN_BIT:
         return tensors.rounded(result, wanted)
+    if _block().in_loop and not tracing.in_graph_without_xla():
+        # A recurrent layer keeps what each step computes for the gradient.
+        # TensorFlow's kernels would cast each tensor on its own.
+        return tensors.rounded(result, call.dtype)
     given = call.args[0] if call.args else next(iter(call.kwargs.values()))
     if call.op.name in op_lists.INSIDE and tensors.is_16_bit(given):
         # Statistics beside the input may be float32.
