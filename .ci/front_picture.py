@@ -52,7 +52,7 @@ def counted(folder: pathlib.Path) -> list[tuple[str, dict[str, float], int]]:
             len(faults),
         ),
         (
-            "scripts, hard in 16 bit, that\ntrain with one line: more is better",
+            "scripts, hard in 16 bit, that\ntrain with one line on top",
             {name: trained[name] for name in libraries},
             wild[0]["whole scripts"],
         ),

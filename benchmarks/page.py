@@ -16,8 +16,7 @@ The JSON files in `docs/benchmarks/` have more benchmarks and rows, and the
 machines.
 
 A cell such as 1.06 (1.02–1.11) is the median with the least and the most, or
-what the line below says. Timed runs that are compared took turns. On two CPU
-cores, do not trust a difference below 5 %. "Bare" is the optimizer alone.
+what the line below says. Timed runs that are compared took turns.
 """
 # Timings are no more exact than a percent, so three digits are enough.
 _DIGITS = 3
