@@ -69,17 +69,8 @@ BENCHMARKS = (
         "Whole training steps with `model.fit`. TensorFlow was not timed. The "
         "record also has single products in [float8](float8.md#which-layers).",
         (JAX, TENSORFLOW),
-        (
-            Quote(JAX, "Float32 for comparison"),
-            Quote(
-                JAX,
-                "Training steps",
-                where={
-                    "library": ["keras", "tfmix", "torch"],
-                    "optimizer": ["adam", "LowMemoryOptimizer"],
-                },
-            ),
-        ),
+        None,
+        ("Single products: how many times as fast float8 is",),
     ),
     Benchmark(
         "recipes",

@@ -12,7 +12,7 @@ import pytest
 from tests import helpers, processes, test_docs
 from tests.tree import ROOT
 
-FIRST_SCREEN = 50  # lines
+FIRST_SCREEN = 55  # lines
 
 
 def readme():
