@@ -215,6 +215,12 @@ def test_links_out_of_the_tree_are_ones_that_a_maintainer_confirms():
     assert not [one for one in confirmed[2:] if one not in found]
 
 
+def test_readme_and_guide_are_read_in_an_hour():
+    pages = (*PAGES, ROOT / "README.md")
+    words = [len(page.read_text("utf-8").split()) for page in pages]
+    assert 10_000 < sum(words) <= 16_000
+
+
 def test_make_docs_counts_warnings():
     makefile = (DOCS.parent / "Makefile").read_text(encoding="utf-8")
     # Under `--quiet` mkdocs has none to count, and `--strict` is idle.
