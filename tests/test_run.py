@@ -291,6 +291,53 @@ def test_tfmix_comes_with_keras_however_a_script_comes_to_it(way, tmp_path):
     assert (done.returncode, done.stderr, report) == (0, "", None)
 
 
+TRAINS_WITH_TF = """
+{IMPORT}
+import numpy as np
+model = keras.Sequential([keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+x = np.ones((100, 8), "float32")
+model.fit(x, x[:, :1], batch_size=2, verbose=0)
+print(model.layers[0].compute_dtype)
+"""
+# How scripts that begin with TensorFlow come to Keras.
+WITH_TF = {
+    "keras": "import keras",
+    "tf.keras": "keras = tf.keras",
+    "from tensorflow": "from tensorflow import keras",
+    "from tensorflow.keras": "from tensorflow.keras import Sequential, layers\n"
+    "import tensorflow.keras as keras",
+    "import_module": "import importlib\n"
+    "importlib.util.find_spec('keras')\n"
+    "keras = importlib.import_module('keras')",
+}
+
+
+@once
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [*WITH_TF, "-m", "runpy", "spawn"])
+def test_scripts_that_begin_with_tensorflow_train_in_16_bit(way, tmp_path):
+    lines = f"import tensorflow as tf\n{WITH_TF.get(way, 'import keras')}"
+    source = TRAINS_WITH_TF.replace("{IMPORT}", lines)
+    (tmp_path / "trains.py").write_text(source)
+    starts = {
+        "runpy": "import runpy\nrunpy.run_path('trains.py')",
+        "spawn": "import subprocess, sys\n"
+        "subprocess.run([sys.executable, 'trains.py'], check=True)",
+    }
+    script, file = tmp_path / "script.py", tmp_path / "report.json"
+    script.write_text(f"import tensorflow as tf\n{starts.get(way, source)}")
+    words = ["-m", "trains"] if way == "-m" else [script]
+    options = "--policy", "mixed_float16", "--report", file
+    done = run(*options, *words, folder=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "float16\n"), done.stderr
+    (found,) = json.loads(file.read_text())["runs"]
+    # A process that the script starts prints a report of its own.
+    assert found["steps"] == (0 if way == "spawn" else 50)
+    assert re.search("^train steps +50 *$", done.stderr, re.M)
+    assert len(found["blocks"]) == (0 if way == "spawn" else 5)
+
+
 @once
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_processes_that_a_script_starts_import_tfmix(method, tmp_path):
@@ -528,7 +575,7 @@ print(float(loss))
 @pytest.mark.costly
 def test_fit_is_counted_and_explained(tmp_path):
     # The first line of the script is empty.
-    own = 'import keras; keras.config.set_dtype_policy("float32")'
+    own = f'import {BACKEND}, keras; keras.config.set_dtype_policy("float32")'
     data, done = measured(tmp_path, own + FITS, "--policy", "mixed_float16")
     (found,) = data["runs"]
     assert not found["failed"]
@@ -592,12 +639,13 @@ def test_a_script_in_float32_is_asked_no_more(tmp_path):
     assert float(done.stdout) < 30e-6
 
 
-# It comes to Keras as many scripts do, by way of the backend and some probes.
+# It begins with TensorFlow, as many scripts do under any backend.
 # It sets policies as Keras does: at the start, for a moment, and at the end.
 ASKS = (
-    f"import {BACKEND}"
-    + """
+    """
 import importlib.util
+if importlib.util.find_spec("tensorflow"):
+    import tensorflow as tf
 importlib.util.find_spec("keras")
 import keras
 keras.mixed_precision.set_global_policy("mixed_bfloat16")
@@ -682,6 +730,47 @@ print("trained")
 def save_base(folder):
     dense = [keras.layers.Dense(8) for _ in range(3)]
     keras.Sequential([keras.Input((8,)), *dense]).save(folder / "base.keras")
+
+
+@pytest.mark.parametrize(
+    ("asked", "first", "layers", "first_layers", "refused"),
+    [
+        ("mixed_float16", "float32", "float32", "float32", "mixed_float16"),
+        ("float32", "mixed_float16", "float32", "float32", "mixed_float16"),
+        ("float32", "mixed_float16", "float16", "float16", "float32"),
+        ("mixed_bfloat16", "mixed_float16", "float32", "float32", "mixed_bf"),
+        ("mixed_float16", "float32", "float16", "float32", ""),
+        # Their dtypes are equal, as asked.
+        ("O1", "mixed_float16", "float16", "float16", ""),
+        ("float16", "mixed_float16", "float16", "float16", ""),
+    ],
+)
+def test_equal_layers_are_refused_unless_they_were_asked_for(
+    asked, first, layers, first_layers, refused, tmp_path, capsys
+):
+    before, file = tmp_path / "1.json", tmp_path / "2.json"
+    dtype = keras.DTypePolicy(first).compute_dtype
+    run = a_run(policy=first, dtype=dtype, layer_dtype=first_layers)
+    made = report.Report("train.py", (run,))
+    before.write_text(json.dumps(made.to_dict()))
+    settings = session.Settings(
+        file=str(file), first=str(before), process=os.getpid()
+    )
+    second = session._Session(asked, settings)
+    # A head in another dtype is not most of the layers.
+    for number, each in enumerate([layers, layers, "float64"]):
+        layer = session._Layer("Dense", each, has_weights=True, fallen="")
+        second._found["model", number] = layer
+    if not refused:
+        second._after_first()
+        return
+    with pytest.raises(SystemExit) as ended:
+        second._after_first()
+    assert ended.value.code == 2
+    error = json.loads(file.read_text())["error"]
+    assert capsys.readouterr().err == f"tfmix run: error: {error}\n"
+    assert f"most layers compute in {layers} in both runs" in error
+    assert f"`tfmix.apply_policy(model, '{refused}" in error
 
 
 CONVERTS = """
