@@ -250,9 +250,9 @@ def _losses(narrow: Sequence[Run], wide: Sequence[Run]) -> str:
     spread = float(max(np.ptp(ours), np.ptp(theirs)))
     if spread <= _ALIKE * abs(other):
         return (
-            f"The losses differ {by}. The runs of one policy are all alike, so "
-            "the script sets its seed, and one seed says nothing about others: "
-            "change it and compare again."
+            f"The losses differ {by}. The runs of one policy are all alike, as "
+            "with a seed that the script sets, so they say nothing about other "
+            "seeds: change it and compare again."
         )
     if abs(gap) <= spread:
         return (

@@ -7,7 +7,6 @@ import inspect
 import json
 import os
 import pathlib
-import shutil
 import sys
 import types
 import weakref
@@ -37,7 +36,7 @@ class Settings:
     file: str | None = None  # the file for the report as JSON
     is_json: bool = False  # true if JSON is printed instead of a table
     # The files of the runs to compare with and of those like this one, in
-    # turns, as they ran. They are in one folder, which the last run removes.
+    # turns, as they ran. `sitecustomize` removes their folder at the end.
     before: tuple[str, ...] = ()
     is_quiet: bool = False  # true if a later run will print
     is_asked: bool = True  # true if it replaces the script's own policies
@@ -264,8 +263,6 @@ class _Session:
         except Exception as error:
             # The error that ended the script may also break a measurement.
             print(f"tfmix run: no report: {error!r}", file=sys.stderr)
-        for path in self._settings.before[: int(self._is_started_here)]:
-            shutil.rmtree(os.path.dirname(path), ignore_errors=True)
 
     def _report(self) -> None:
         settings, is_started_here = self._settings, self._is_started_here

@@ -200,7 +200,7 @@ class Group:
         self.calls += 1
         for counter in counters:
             counter.find_skips()
-        is_enough = self.steps_timed() >= verdict.LEAST_TIMED
+        is_enough = self.steps_timed() >= verdict.LEAST_STEPS
         if is_enough or len(self._marks) >= _MOST_READINGS:
             if time.perf_counter() - self._marks[-1][0] < _SECONDS:
                 return
@@ -217,20 +217,31 @@ class Group:
 
     def milliseconds(self) -> float | None:
         """Returns the median time of a step, without the first."""
-        each = self._each()
+        each, _ = self._times()
         return float(np.median(each)) if each.size else None
 
     def blocks(self) -> list[float]:
-        """Returns the median time of each block of steps."""
-        return verdict.blocks(self._each())
+        """Returns the median time of each block of steps, [] for too few."""
+        each, made = self._times()
+        # The first call, which compiles, was not timed.
+        steps = each.size + max(made, default=0)
+        is_known = len(made) >= verdict.LEAST_INTERVALS
+        if steps < verdict.LEAST_STEPS or not is_known:
+            return []
+        return verdict.blocks(each)
 
-    def _each(self) -> np.ndarray:
-        """Returns the time of each timed step in milliseconds."""
+    def _times(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the milliseconds of each timed step, and steps of each call.
+
+        They are those between two readings of the clock.
+        """
         if not self._marks:
-            return np.zeros(0)
+            return np.zeros(0), np.zeros(0, int)
         clock, steps = map(np.asarray, zip(*self._marks, strict=True))
-        made = np.maximum(np.diff(steps), 0)
-        return np.repeat(1000 * np.diff(clock) / np.maximum(made, 1), made)
+        made = np.diff(steps)
+        # TensorFlow makes a call without a step at the end of an epoch.
+        times, made = np.diff(clock)[made > 0], made[made > 0]
+        return np.repeat(1000 * times / made, made), made
 
 
 def steps_of(counters: Sequence[Counter]) -> int:

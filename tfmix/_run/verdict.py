@@ -10,10 +10,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-# The times of a run with fewer steps are not compared.
-LEAST_STEPS = 50
-# All steps but the first, which compiles, are timed.
-LEAST_TIMED = LEAST_STEPS - 1
+# The times of a run with fewer steps, or fewer readings of the clock between
+# them, are not compared.
+LEAST_STEPS, LEAST_INTERVALS = 50, 4
 BLOCKS = 5
 # A smaller difference is none: two runs of one policy may differ as much.
 MARGIN = 1.05
@@ -45,7 +44,7 @@ class Ratio:
 
 
 def blocks(each: np.ndarray) -> list[float]:
-    """Returns the median of each block of steps, [] for too few steps.
+    """Returns the median of each block of steps.
 
     Args:
         each: The time of each step, a 1-D array.
@@ -54,8 +53,6 @@ def blocks(each: np.ndarray) -> list[float]:
         >>> blocks(np.repeat([1.0, 2.0, 3.0, 4.0, 5.0], 10))
         [1.0, 2.0, 3.0, 4.0, 5.0]
     """
-    if len(each) < LEAST_TIMED:
-        return []
     return [float(np.median(part)) for part in np.array_split(each, BLOCKS)]
 
 

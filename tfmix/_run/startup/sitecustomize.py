@@ -14,6 +14,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 _HERE = pathlib.Path(__file__).resolve().parent
 _TFMIX = _HERE.parents[2]  # the folder that holds the package
 _FAILED = 2
-# Why tfmix could not be imported, which has been printed; "" if it could.
+# Why tfmix could not be imported, if it could not. It has been printed.
 _errors: list[str] = []
 
 
@@ -90,9 +91,14 @@ def _mark_process(settings: dict[str, Any]) -> None:
 
 
 def _end(settings: dict[str, Any]) -> None:
-    """Says why there is no report, if Keras did not run in this process."""
+    """Removes temporary files, and says why there is no report, if so.
+
+    There is none if Keras did not run in this process.
+    """
     if settings["process"] != os.getpid():
         return
+    for path in settings.get("before", ())[:1]:
+        shutil.rmtree(os.path.dirname(path), ignore_errors=True)
     unused = pathlib.Path(settings["unused"])
     is_used = not unused.exists()
     if is_used and "tfmix" in sys.modules:
