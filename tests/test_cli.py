@@ -17,6 +17,7 @@ import tfmix
 from tests import helpers, processes
 from tests.hardware import programs
 from tfmix import cli, commands
+from tfmix.hardware import compilers
 
 COMMANDS = "advise check compile convert demo devices doctor run".split()
 ROWS = 12
@@ -354,6 +355,16 @@ def test_advise_needs_no_loss_of_the_users_own_and_takes_shapes(run, tmp_path):
     code, out, _ = run(line)
     assert code == cli.OK
     assert "(40, 3, 2)" in out
+
+
+def test_compile_says_how_much_it_has_to_install(run, capsys, monkeypatch):
+    with pytest.raises(SystemExit):
+        cli.main(["compile", "--help"])
+    assert "an extra of 3 GB" in " ".join(capsys.readouterr().out.split())
+    monkeypatch.setattr(compilers, "missing", lambda target: ["nvidia.cudnn"])
+    code, _, err = run(COMPILE)
+    assert code == cli.BAD_INPUT
+    assert "`pip install '.[nvidia]'` in tfmix's folder (3 GB); no GPU" in err
 
 
 @programs.needs("h200")
