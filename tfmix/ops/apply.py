@@ -395,7 +395,7 @@ def _is_wide(call: Call) -> bool:
             return True
     if name in _TAKES_VALUES and _is_unfit(call.numbers, call.dtype):
         return True
-    if name == "split" and _casts_in_each_step():
+    if name == "split" and not call.weights and _casts_in_each_step():
         # The gates of a recurrent layer are cast as a whole.
         return True
     return call.inputs == count and name in _ARITHMETIC
@@ -453,12 +453,21 @@ def _of_weights(call: Call) -> Any:
 
 def _product(call: Call) -> Any:
     """Multiplies in 16 bit, what is float32 beside it included."""
-    if call.has_wide:
-        narrow = functools.partial(tensors.narrow, dtype=call.dtype)
-        call.change(
-            lambda x: narrow(x) if exact_values.weight_of(x) is None else x
-        )
+    if call.wide:
+        _narrow(call)
     return with_weights(call) if call.weights else call.plain()
+
+
+def _narrow(call: Call) -> None:
+    """Gives a call 16-bit copies of what is float32."""
+
+    def copy(value: Any) -> Any:
+        narrowed = tensors.narrow(value, call.dtype)
+        if narrowed is value or exact_values.weight_of(value) is None:
+            return narrowed
+        return exact_values.weight_copy(value, narrowed)
+
+    call.change(copy)
 
 
 # The functions that compute an op with one weight and one input, so that the
@@ -468,8 +477,9 @@ WITH_WEIGHT: dict[str, Way] = {}
 
 def with_weights(call: Call) -> Any:
     """Computes with weights beside 16-bit inputs; returns 16 bit."""
+    if call.wide:
+        _narrow(call)
     if call.op.name in _JOINS:
-        call.change(functools.partial(tensors.narrow, dtype=call.dtype))
         return call.plain()
     way = WITH_WEIGHT.get(call.op.name)
     if way is None or _block().in_map:
