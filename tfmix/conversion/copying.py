@@ -83,9 +83,10 @@ def _check_weights(twin: keras.Model, model: keras.Model) -> None:
 
 
 def _copy_unsaved(twin: keras.Model, model: keras.Model) -> None:
-    """Copies the layers' paths, which rules and maps use, and RematScopes.
+    """Copies the layers' paths, RematScopes and who chose their dtypes.
 
-    Keras builds loaded layers from the inside: "encoder/dense" is "dense".
+    Rules and maps use the paths, and Keras builds loaded layers from the
+    inside: "encoder/dense" is "dense".
     """
     both = layers.flat_layers(twin), layers.flat_layers(model)
     pairs = list(zip(*both, strict=False))
@@ -94,6 +95,7 @@ def _copy_unsaved(twin: keras.Model, model: keras.Model) -> None:
             if copy.path and original.path:
                 layers.set_path(copy, original.path)
             layers.rematerialize_alike(copy, original)
+            layers.mark(copy, origin=layers.dtype_origin(original))
 
 
 def _first_cause(error: BaseException) -> str:
