@@ -353,6 +353,24 @@ def test_a_converted_part_does_not_keep_the_rest_in_float32(tmp_path):
     assert in_float32(second) == ["block"], "the model's output"
 
 
+@keras.saving.register_keras_serializable("tests")
+class Unnamed(Block):
+    def build(self, shape):
+        self.inner = keras.layers.Dense(8)
+        self.inner.build(shape)
+
+
+def test_a_copy_converts_as_the_model_does():
+    inner = keras.Sequential([keras.Input((6,)), mine(), Unnamed()])
+    keras.layers.Dense(1)
+    tfmix.set_global_policy(F16)
+    model = with_head(inner)
+    copy = tfmix.convert_model(model, F16)
+    tfmix.apply_policy(model, F16)
+    for each in (model, copy):
+        assert in_float32(each) == ["head"]
+
+
 def test_layers_of_a_float32_scope_are_no_news(said):
     tfmix.set_global_policy(F16)
     with tfmix.policy_scope("float32"):

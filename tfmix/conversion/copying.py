@@ -90,12 +90,15 @@ def _copy_unsaved(twin: keras.Model, model: keras.Model) -> None:
     """
     both = layers.flat_layers(twin), layers.flat_layers(model)
     pairs = list(zip(*both, strict=False))
+    # Layers that others create when they are built have new names.
+    if all(type(copy) is type(original) for copy, original in pairs):
+        for copy, original in pairs:
+            layers.mark(copy, origin=layers.dtype_origin(original))
     if all(copy.name == original.name for copy, original in pairs):
         for copy, original in pairs:
             if copy.path and original.path:
                 layers.set_path(copy, original.path)
             layers.rematerialize_alike(copy, original)
-            layers.mark(copy, origin=layers.dtype_origin(original))
 
 
 def _first_cause(error: BaseException) -> str:
