@@ -25,7 +25,14 @@ class Step:
     """The plain policy that a layer gets, and why.
 
     Reports do not show inputs and models, which compute nothing themselves.
-    A layer that is in float32 by choice stays so in later conversions, too.
+
+    Attributes:
+        layer: The layer.
+        policy: Its policy.
+        why: The reason.
+        shown: Whether reports show it.
+        by_choice: Whether somebody chose float32 for it, so that a conversion
+            leaves it, and the next one as well.
     """
 
     layer: keras.Layer
@@ -118,10 +125,9 @@ class _Planner:
         ]
         # In a file that has 16-bit layers, somebody chose float32 for others;
         # so did somebody beside 16-bit layers that no policy of ours has made.
-        origins = [self._origins[id(layer)] for layer in narrow]
-        is_mixed = layers.FILE in origins or "" in origins
+        is_mixed = layers.FILE in [self._origins[id(x)] for x in narrow]
         is_others = any(not layers.marks(layer).origin for layer in narrow)
-        self._chosen = {
+        self._is_choice = {
             layers.CODE: True,
             layers.DEFAULT: False,
             layers.FILE: is_mixed,
@@ -218,7 +224,7 @@ class _Planner:
         """Returns whether a layer is in float32 because somebody chose it."""
         if layer.dtype_policy.name != "float32" or fallback.reason(layer):
             return False
-        return self._chosen[self._origins[id(layer)]]
+        return self._is_choice[self._origins[id(layer)]]
 
     def _why_float32(self, layer: keras.Layer) -> str | None:
         if self._is_float32:
