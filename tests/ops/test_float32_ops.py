@@ -282,7 +282,7 @@ def test_a_functional_model_obeys_the_rules_active_when_it_runs():
     # of the quotients are 4096.5, which float16 rounds to 4096.
     with stand_ins.block(["cumsum", "sum"]):
         assert float(model(x)[0, 0]) == 8192.0
-    stand_ins.install(float32_ops.default_float32_ops())
+    stand_ins.install(op_lists.default_float32_ops())
     assert float(model.predict(x, verbose=0)[0, 0]) == 8192.0
 
 

@@ -49,16 +49,16 @@ def test_lists_are_copies_that_can_be_extended_and_shortened():
         if name not in op_lists.DEFAULT_FLOAT32_OPS and op_places.is_op(name)
     ]
     assert "exp" in others
-    mine = float32_ops.default_float32_ops(add=others)
+    mine = op_lists.default_float32_ops(add=others)
     assert set(mine) == {*op_lists.DEFAULT_FLOAT32_OPS, *others}
     mine.clear()
-    assert "softmax" in float32_ops.default_float32_ops()
-    assert "sum" not in float32_ops.default_float32_ops(remove=["sum"])
+    assert "softmax" in op_lists.default_float32_ops()
+    assert "sum" not in op_lists.default_float32_ops(remove=["sum"])
 
 
 def test_the_default_list_has_no_double_and_only_real_ops():
     names = op_lists.DEFAULT_FLOAT32_OPS
-    assert float32_ops.resolve(names) == names
+    assert op_lists.resolve(names) == names
     missing = [name for name in names if not op_places.is_op(name)]
     if keras.version() >= "3.15":
         assert missing == []
@@ -81,4 +81,4 @@ def test_a_wrong_list_is_an_error(names, error, message):
 
 def test_removing_what_is_not_on_the_list_is_an_error():
     with pytest.raises(ValueError, match="`remove`.*'softmx'.*'softmax'"):
-        float32_ops.default_float32_ops(remove=["softmx"])
+        op_lists.default_float32_ops(remove=["softmx"])

@@ -67,7 +67,6 @@ def contracted(
     weight: Any,
     axes: Contraction,
     *,
-    used: Callable[[Any], Any] | None = None,
     in_loop: bool = False,
     copy: Any = None,
 ) -> Any:
@@ -78,8 +77,6 @@ def contracted(
         inputs: Tensor of a 16-bit dtype.
         weight: Float32 tensor.
         axes: The axes that `function` sums.
-        used: Returns the part of the inputs that is multiplied. Defaults to
-            all.
         in_loop: Whether it runs in each step of a loop, where XLA would write
             the float32 result and read it again in every step.
         copy: The weight in the dtype of the inputs, if it is known.
@@ -93,14 +90,12 @@ def contracted(
         # In eager mode the other way computes the result once more.
         if narrow is not None:
             return _pulled(lambda w: function(inputs, w), narrow, upstream)
-        factor = inputs if used is None else used(inputs)
-        return _product(factor, upstream, axes.of_weight)
+        return _product(inputs, upstream, axes.of_weight)
 
     def of_weight(upstream: Any, narrow: Any) -> Any:
         is_half = inputs.dtype == tf.float16
         if is_half and tracing.by_xla() and not in_loop:
-            factor = inputs if used is None else used(inputs)
-            return _wide_product(factor, upstream, axes.of_weight)
+            return _wide_product(inputs, upstream, axes.of_weight)
         sizes = dict(zip(axes.outputs, _shape(upstream), strict=True))
         count = _times([sizes[x] for x in axes.free])
         factors = [inputs, upstream, narrow]
@@ -110,7 +105,7 @@ def contracted(
     def of_inputs(upstream: Any, narrow: Any) -> Any:
         return _product(upstream, narrow, axes.of_inputs)
 
-    if is_eager and used is None and axes.new:
+    if is_eager and axes.new:
         gradients = of_inputs, of_weight
         return _recorded(function, inputs, weight, copy, gradients)
     return _with_gradient(function, inputs, weight, copy, of_weight)
@@ -478,56 +473,19 @@ def _wide_product(a: Any, b: Any, axes: Contraction) -> Any:
         return [of_a, _product(a, narrow, axes.of_weight)]
 
     with tapes.unrecorded():
-        result = _product(a, b, axes, tf.float32)
+        result = kernels.product_in_float32(a, b, *axes.positions)
+        order = axes.batch + axes.free + axes.new
+        result = tf.transpose(result, [order.index(x) for x in axes.outputs])
     if tapes.is_recorded():
         # TensorFlow's own gradient takes the float32 result for 16-bit.
         (result,) = tapes.replaced([result], [a, b], [], of_both)
     return result
 
 
-def _product(
-    a: Any, b: Any, axes: Contraction, dtype: tf.DType | None = None
-) -> Any:
-    """Multiplies as matrices."""
-    left, adjoint_left = _matrices(a, axes.inputs, axes.batch, axes.free)
-    right, adjoint_right = _matrices(b, axes.weight, axes.batch, axes.summed)
-    if dtype is None:
-        result = tf.matmul(
-            left, right, transpose_a=adjoint_left, transpose_b=adjoint_right
-        )
-    else:
-        result = tf.raw_ops.BatchMatMulV3(
-            x=left, y=right, Tout=dtype, adj_x=adjoint_left, adj_y=adjoint_right
-        )
-    order = axes.batch + axes.free + axes.new
-    are_single = len(axes.free) == len(axes.new) == 1 >= len(axes.batch)
-    if are_single and order == axes.outputs:
-        return result
-    sizes = dict(zip(axes.inputs, _shape(a), strict=True))
-    sizes |= dict(zip(axes.weight, _shape(b), strict=True))
-    result = tf.reshape(result, [sizes[letter] for letter in order])
-    if order == axes.outputs:
-        return result
-    return tf.transpose(result, [order.index(x) for x in axes.outputs])
-
-
-def _matrices(
-    tensor: Any, letters: str, batch: str, rows: str
-) -> tuple[Any, bool]:
-    """Returns a matrix, or a batch of them, and whether it is transposed."""
-    columns = "".join(x for x in letters if x not in batch + rows)
-    is_transposed = batch + rows + columns != letters == batch + columns + rows
-    if is_transposed:
-        rows, columns = columns, rows
-    order = batch + rows + columns
-    if order != letters:
-        tensor = tf.transpose(tensor, [letters.index(x) for x in order])
-    groups = [*([batch] if batch else []), rows, columns]
-    if all(len(group) == 1 for group in groups):
-        return tensor, is_transposed
-    sizes = dict(zip(order, _shape(tensor), strict=True))
-    shape = [_times([sizes[x] for x in group]) for group in groups]
-    return tf.reshape(tensor, shape), is_transposed
+def _product(a: Any, b: Any, axes: Contraction) -> Any:
+    """Multiplies two tensors of one dtype, and returns that."""
+    equation = f"{axes.inputs},{axes.weight}->{axes.outputs}"
+    return tf.raw_ops.Einsum(inputs=[a, b], equation=equation)
 
 
 def _times(sizes: Sequence) -> Any:

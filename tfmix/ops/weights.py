@@ -210,65 +210,19 @@ def convolved(call: Call) -> Any:
     if not tapes.may_be_asked():
         return call.plain()
     function, inputs, weight = _factors(call, place)
-    copy = call.tensors[place]
-    original, given = call.op.original, call.op.by_name(call.args, call.kwargs)
-    last = _channels_last(given["data_format"])
+    given = call.op.by_name(call.args, call.kwargs)
+    data_format = given["data_format"] or keras.config.image_data_format()
+    channels = -1 if data_format.lower() == "channels_last" else 1
     is_transposed = "output_padding" in given
-    if not is_transposed and _is_pointwise(original, inputs, weight, last):
-        weight = exact_values.by_way_of(copy, weight)
-        return _pointwise(function, inputs, weight, given["strides"], last)
 
     def positions(inputs: Any, outputs: Any) -> Any:
         # A filter is multiplied once for each of these positions.
         shape = list(inputs if is_transposed else outputs)
-        shape.pop(-1 if last else 1)
+        shape.pop(channels)
         return math.prod(shape)
 
+    copy = call.tensors[place]
     return products.convolved(function, inputs, weight, positions, copy=copy)
-
-
-def _channels_last(data_format: str | None) -> bool:
-    wanted = data_format or keras.config.image_data_format()
-    return wanted.lower() == "channels_last"
-
-
-def _is_pointwise(
-    original: Callable, inputs: Any, weight: Any, last: bool
-) -> bool:
-    """Returns whether a convolution is a product of matrices."""
-    channels = inputs.shape[-1 if last else 1]
-    return (
-        original.__name__ == "conv"
-        and all(size == 1 for size in weight.shape[:-2])
-        and channels == weight.shape[-2]
-    )
-
-
-def _pointwise(
-    function: Callable, inputs: Any, weight: Any, strides: Any, last: bool
-) -> Any:
-    rank = len(inputs.shape) - 2
-    kernel_shape = tuple(weight.shape)
-    strides = (strides,) * rank if isinstance(strides, int) else tuple(strides)
-    steps = tuple(slice(None, None, stride) for stride in strides)
-
-    def used(inputs: Any) -> Any:
-        if last:
-            return inputs[(slice(None), *steps)]
-        return inputs[(slice(None), slice(None), *steps)]
-
-    spatial = "abc"[:rank]
-    letters = [f"n{spatial}i", f"n{spatial}o"]
-    if not last:
-        letters = [f"ni{spatial}", f"no{spatial}"]
-    axes = contraction.Contraction(letters[0], "io", letters[1])
-    return products.contracted(
-        lambda x, w: function(x, keras.ops.reshape(w, kernel_shape)),
-        inputs,
-        keras.ops.reshape(weight, kernel_shape[-2:]),
-        axes,
-        **({"used": used} if any(stride > 1 for stride in strides) else {}),
-    )
 
 
 # These compute a few ops in a way of their own.
