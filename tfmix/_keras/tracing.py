@@ -110,13 +110,6 @@ def trace() -> Any:
     return weakref.ref(tf.compat.v1.get_default_graph())
 
 
-def is_body_in(graph: Any) -> bool:
-    """Returns whether the traced code is the body of a loop in this graph."""
-    body = tf.compat.v1.get_default_graph()
-    kind = control_flow_v2_func_graphs.WhileBodyFuncGraph
-    return isinstance(body, kind) and body.outer_graph is graph
-
-
 def is_made_in(function: Any, tensor: Any) -> bool:
     """Returns whether a tensor belongs to the function of a `trace` token.
 

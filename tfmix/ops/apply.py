@@ -439,15 +439,7 @@ def _of_weights(call: Call) -> Any:
             return value
         return exact_values.weight_copy(value, tensors.narrow(value, dtype))
 
-    def compute() -> Any:
-        return tensors.map_leaves(call.in_float32(), noted)
-
-    loop = _block().loop
-    if loop is None:
-        return compute()
-    leaves = tensors.leaves((call.args, call.kwargs))
-    given = [leaf for leaf in leaves if keras.ops.is_tensor(leaf)]
-    return loop.computed(given, compute)
+    return tensors.map_leaves(call.in_float32(), noted)
 
 
 def _product(call: Call) -> Any:

@@ -26,7 +26,6 @@ from tfmix._keras import (
     tapes,
     tracing,
 )
-from tfmix.ops import tensorflow_loops
 from tfmix.ops.contraction import Contraction
 
 # Computes a result from a tensor and a weight of the same dtype.
@@ -46,18 +45,10 @@ def _on_local(compute: Callable[..., Any]) -> Callable[..., Any]:
     def computed(
         function: Function, inputs: Any, weight: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        inputs = tapes.local(inputs)
-        if _held(weight) is None:
-            weight = tapes.local(weight)
+        inputs, weight = tapes.local(inputs), tapes.local(weight)
         return compute(function, inputs, weight, *args, **kwargs)
 
     return computed
-
-
-def _held(weight: Any) -> tensorflow_loops.Held | None:
-    """Returns what a recurrent loop around the code has of a weight."""
-    loop: tensorflow_loops.Loop | None = context_values.block.get().loop
-    return None if loop is None else loop.held(weight)
 
 
 @_on_local
@@ -84,7 +75,7 @@ def contracted(
     Returns:
         The result of `function` for the inputs and the rounded weight.
     """
-    is_eager, held = tf.executing_eagerly(), _held(weight)
+    is_eager = tf.executing_eagerly()
 
     def multiplied(inputs: Any, upstream: Any, narrow: Any = None) -> Any:
         # In eager mode the other way computes the result once more.
@@ -100,7 +91,7 @@ def contracted(
         count = _times([sizes[x] for x in axes.free])
         factors = [inputs, upstream, narrow]
         factors = factors[: 2 if is_eager else 3]
-        return _summed(multiplied, factors, count, held=held)
+        return _summed(multiplied, factors, count)
 
     def of_inputs(upstream: Any, narrow: Any) -> Any:
         return _product(upstream, narrow, axes.of_inputs)
@@ -133,7 +124,6 @@ def convolved(
     Returns:
         The result of `function` for the inputs and the rounded weight.
     """
-    held = _held(weight)
 
     def multiplied(inputs: Any, upstream: Any, narrow: Any) -> Any:
         return _pulled(lambda w: function(inputs, w), narrow, upstream)
@@ -144,7 +134,7 @@ def convolved(
         # XLA divides in the kernel that computes the incoming gradient. The
         # inputs were computed long before.
         divided = int(tracing.by_xla())
-        return _summed(multiplied, factors, count, divided=divided, held=held)
+        return _summed(multiplied, factors, count, divided=divided)
 
     return _with_gradient(function, inputs, weight, copy, of_weight)
 
@@ -174,11 +164,10 @@ def combined(
         The result of `function` for the inputs and the rounded weight.
     """
     del in_loop
-    held = _held(weight)
 
     def of_weight(upstream: Any, narrow: Any) -> Any:
         if signs is not None and _adds_rows(weight, upstream):
-            total = _row_sum(upstream, narrow, held)
+            total = _row_sum(upstream, narrow)
             return -total if signs[1] < 0 else total
         if signs is not None and tf.executing_eagerly():
             # The other way computes the result once more.
@@ -226,7 +215,7 @@ def _adds_rows(weight: Any, upstream: Any) -> bool:
     return is_row and tracing.by_gpu_kernels(upstream)
 
 
-def _row_sum(upstream: Any, narrow: Any, held: Any) -> Any:
+def _row_sum(upstream: Any, narrow: Any) -> Any:
     """Returns the sum of rows as a product with ones.
 
     `BiasAddGrad` rounds the partial sum of each block of threads to 16 bit.
@@ -237,7 +226,7 @@ def _row_sum(upstream: Any, narrow: Any, held: Any) -> Any:
     power = _root_of_two(count) if is_half else 1.0
     parts = tf.fill((1, count), _reciprocal(power, upstream.dtype))
     total = tf.reshape(tf.matmul(parts, rows), _shape(narrow))
-    return enlarged(_wide(total), power, held) if is_half else _wide(total)
+    return enlarged(_wide(total), power) if is_half else _wide(total)
 
 
 def _summed(
@@ -246,7 +235,6 @@ def _summed(
     count: Any,
     *,
     divided: int = 0,
-    held: Any = None,
 ) -> Any:
     """Returns a weight's gradient in float32, from 16-bit factors.
 
@@ -257,7 +245,6 @@ def _summed(
         divided: The factor that float16 divides. By default the inputs: they
             are of order one, because no scaling helps the forward pass, and
             lose fewer digits than the incoming gradient.
-        held: What a loop around the code has of the weight.
     """
     if not (tracing.by_xla() or tracing.for_gpu(factors[0])):
         return multiplied(*map(_wide, factors))
@@ -266,7 +253,7 @@ def _summed(
     power = _root_of_two(count)
     factors = list(factors)
     factors[divided] = _divided(factors[divided], power)
-    return enlarged(_wide(multiplied(*factors)), power, held)
+    return enlarged(_wide(multiplied(*factors)), power)
 
 
 def _divided(tensor: Any, power: Any) -> Any:
@@ -288,12 +275,8 @@ def _divided(tensor: Any, power: Any) -> Any:
     return known[id(tensor), power][1]
 
 
-def enlarged(tensor: Any, power: Any, held: Any = None) -> Any:
+def enlarged(tensor: Any, power: Any) -> Any:
     """Multiplies the gradient of a weight by a power of two."""
-    if held is not None and isinstance(power, float):
-        power = held.left_of(power)
-        if power == 1.0:
-            return tensor
     result = tensor * power
     if not (tf.executing_eagerly() or tracing.by_xla()):
         # If nothing is added to it, the border multiplies only once.
@@ -336,9 +319,6 @@ def _with_gradient(
         copy: The weight in the dtype of the inputs, `None` if it is not known.
         of_weight: Returns the gradient of the weight.
     """
-    held = _held(weight)
-    if held is not None:
-        return _with_held(function, inputs, weight, held, of_weight)
     with tapes.unrecorded():
         if copy is None:
             copy = kernels.cast(weight, inputs.dtype)
@@ -358,31 +338,6 @@ def _with_gradient(
             return [None, pulled, *total]
 
     sources = [result, inputs, tapes.local(copy), weight]
-    (result,) = tapes.replaced([result], sources, [], of_all)
-    return result
-
-
-def _with_held(
-    function: Function, inputs: Any, weight: Any, held: Any, of_weight: Gradient
-) -> Any:
-    """Returns a result in a step of a loop that has the weight.
-
-    The arguments are those of `_with_gradient`.
-    """
-    narrow, weight = held.narrow, tapes.local(weight)
-    result = function(inputs, tf.stop_gradient(narrow))
-
-    def of_all(upstream: Any) -> list:
-        # TensorFlow would keep what the body has computed, for each step.
-        again = narrow
-        with context_values.holding(rules=context_values.NO_RULES):
-            total = of_weight(upstream, narrow)
-            if tapes.is_recorded():
-                again = kernels.cast(weight, inputs.dtype)
-            pulled = _pulled(lambda x: function(x, again), inputs, upstream)
-            return [None, pulled, total]
-
-    sources = [result, inputs, weight]
     (result,) = tapes.replaced([result], sources, [], of_all)
     return result
 
