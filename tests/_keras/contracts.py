@@ -409,7 +409,7 @@ ATTRIBUTES = [
 
 # The tests beside these names say what they mean.
 ELSEWHERE = {
-    # `f"_{name}"` is the function of an op: `ops/test_float32_ops.py`.
+    # `f"_{name}"` is the function of an op: `ops/test_stand_ins.py`.
     "_*",
     # This is a replica's copy: `step/test_replicas.py`.
     "_get",
@@ -422,7 +422,7 @@ ELSEWHERE = {
     # These are the operators: `ops/test_finite_constants.py`.
     "jax._src.array.ArrayImpl.*",
     # Classes of activations work in `static_call`:
-    # `ops/test_float32_ops.py`.
+    # `ops/test_stand_ins.py`.
     "keras.src.activations.activations",
 }
 

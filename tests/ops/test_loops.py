@@ -269,6 +269,6 @@ def test_the_activations_of_a_step_stay_in_float32_until_its_results():
         sum(op.type == "Cast" for op in gpu_products.operations(body, set()))
         for body in bodies_of(graph)
     ]
-    # The gates together, and the state; the same on the way back, where the
-    # gradients of three weights are cast.
-    assert casts == [4 + 3, 4]
+    # On the way back the gradients of four gates and of three weights, and four
+    # of states; before that, four gates, the carry and three results.
+    assert casts == [4 + 3 + 4, 4 + 1 + 3]
