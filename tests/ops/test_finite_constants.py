@@ -194,3 +194,40 @@ def test_attention_behind_a_mask_of_a_billion_is_that_of_float32(name, mode):
         helpers.assert_close(found[:3], right[:3], "float16")
         helpers.assert_all_finite([found])
         assert not found[:3][~mask[:3]].any()
+
+
+def tiny():
+    """Returns TensorFlow's own functions of an epsilon."""
+    import tensorflow as tf
+
+    return {
+        "l2_normalize": lambda v: tf.math.l2_normalize(v, axis=-1),
+        "of tf.nn": lambda v: tf.nn.l2_normalize(v, -1),
+        "maximum": lambda v: v / tf.maximum(tf.norm(v), 1e-12),
+        "of tf.math": lambda v: v / tf.math.maximum(tf.norm(v), 1e-12),
+        "clip_by_value": lambda v: tf.math.log(tf.clip_by_value(v, 1e-8, 1)),
+        "minimum": lambda v: 1 / tf.minimum(-1e-12, -v),
+    }
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize(
+    "name",
+    ["l2_normalize", "of tf.nn", "maximum", "of tf.math", "clip_by_value"]
+    + ["minimum"],
+)
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_an_epsilon_in_a_function_of_tensorflow_is_that_of_float32(
+    name, policy
+):
+    class Calls(layers.Layer):
+        def call(self, x):
+            return tiny()[name](x)
+
+    x, found = np.zeros((2, 3), "float32"), []
+    for each in ("float32", policy):
+        tfmix.set_global_policy(each)
+        layer = Calls()
+        found.append(helpers.to_numpy(layer(x)))
+        assert layer.compute_dtype == each.removeprefix("mixed_")
+    np.testing.assert_allclose(*found, rtol=1e-2)
