@@ -17,6 +17,7 @@ import types
 import keras
 import numpy as np
 import pytest
+from keras.src.saving.serialization_lib import SerializableDict
 
 import tfmix
 from tests import helpers
@@ -315,6 +316,7 @@ ATTRIBUTES = [
             keras.Variable: "_kernel",
             list: "_inbound_nodes _layers _losses _metrics _seed_generators "
             "_non_trainable_variables _trainable_variables",
+            SerializableDict: "_auto_config",
             set: "_loss_ids",
             str: "_parent_path _path",
             type(None): "_remat_mode",

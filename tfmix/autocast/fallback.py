@@ -263,12 +263,15 @@ class _Fallback:
         """Returns whether what wide ops return to the layer's code is rounded.
 
         A layer of Keras hands on its own dtype, and so does a cell, whose
-        states a loop carries.
+        states a loop carries. Probabilities are predictions, more often than
+        not, and stay in float32.
         """
         layer = self._layer
         if layer.compute_dtype not in _formats.SIXTEEN_BIT:
             return False
-        is_keras = layers.takes_casts(layer) and not layers.is_structure(layer)
+        if layers.is_structure(layer) or layers.last_activation(layer):
+            return False
+        is_keras = layers.takes_casts(layer)
         return layer.autocast and (is_keras or _is_cell(layer))
 
     def _rounded(self, value: Any) -> Any:

@@ -22,7 +22,7 @@ import keras
 import numpy as np
 
 from tfmix import _formats
-from tfmix._keras import context_values, op_places, tracing
+from tfmix._keras import context_values, global_state, op_places, tracing
 from tfmix._keras import variables as keras_variables
 from tfmix.ops import exact_values, tensors
 from tfmix.policy import op_lists
@@ -128,7 +128,8 @@ class Call:
         kwargs: The keyword arguments, with variables read.
         came: The arguments as they came.
         is_ruled: Whether the policy computes this op in float32.
-        tensors: The 16-bit tensors, and what is made of weights alone.
+        tensors: The 16-bit tensors, and beside them what wide ops made of
+            weights alone.
         copies: The note on each of these, `None` without one.
         weights: How many of them are weights.
         inputs: How many of them are inputs that were only cast.
@@ -137,6 +138,7 @@ class Call:
         is_sparse: Whether there is a sparse tensor.
         numbers: The numbers among the arguments.
         read: The values of variables, by their `id`s.
+        wide: The other float tensors.
     """
 
     __slots__ = (
@@ -154,6 +156,7 @@ class Call:
         "read",
         "tensors",
         "weights",
+        "wide",
     )
 
     def __init__(
@@ -172,6 +175,7 @@ class Call:
         self.tensors: list[Any] = []
         self.copies: list[exact_values.Copy | None] = []
         self.numbers: list[Any] = []
+        self.wide: list[Any] = []
         self.read: dict[int, Any] = {}
         self.args = tuple([self._see(value, True) for value in self.args])
         if self.kwargs:
@@ -179,6 +183,14 @@ class Call:
                 name: self._see(value, True)
                 for name, value in self.kwargs.items()
             }
+        if not self.dtype:
+            return
+        for value in self.wide:
+            copy = global_state.note(value, exact_values.NOTE)
+            if copy is None:
+                self.has_wide = True
+            else:
+                self._note(value, copy)
 
     def _see(self, value: Any, is_argument: bool = False) -> Any:
         """Notes what an argument is; returns it, or a variable's value."""
@@ -215,14 +227,15 @@ class Call:
         return value
 
     def _count(self, value: Any, dtype: str) -> None:
-        copy = exact_values.note(value)
-        if dtype in _formats.SIXTEEN_BIT:
-            self.has_wide = self.has_wide or self.dtype not in ("", dtype)
-            self.dtype = dtype
-        elif copy is None or not copy.is_weight:
+        if dtype not in _formats.SIXTEEN_BIT:
+            self.wide.append(value)
             self.is_sparse = self.is_sparse or dtype == "sparse"
-            self.has_wide = True
             return
+        self.has_wide = self.has_wide or self.dtype not in ("", dtype)
+        self.dtype = dtype
+        self._note(value, global_state.note(value, exact_values.NOTE))
+
+    def _note(self, value: Any, copy: exact_values.Copy | None) -> None:
         self.tensors.append(value)
         self.copies.append(copy)
         if copy is not None:
@@ -341,15 +354,17 @@ def by_rules(
 def apply(call: Call) -> Any:
     """Computes an op by the lists and by what comes."""
     call.look()
+    return decide(call)
+
+
+def decide(call: Call) -> Any:
+    """Computes an op whose arguments were looked at."""
     if not call.tensors:
         return _made(call)
     if call.is_sparse:
         return call.as_it_came()
     if call.weights == len(call.tensors) and not call.has_wide:
         return _of_weights(call)
-    if not call.dtype:
-        # Float32 beside what is made of weights, which is float32, too.
-        return call.as_it_came()
     if call.is_ruled or _is_wide(call):
         return _in_float32(call)
     name = call.op.name
@@ -380,6 +395,9 @@ def _is_wide(call: Call) -> bool:
             return True
     if name in _TAKES_VALUES and _is_unfit(call.numbers, call.dtype):
         return True
+    if name == "split" and not call.weights and _casts_in_each_step():
+        # The gates of a recurrent layer are cast as a whole.
+        return True
     return call.inputs == count and name in _ARITHMETIC
 
 
@@ -388,6 +406,9 @@ def _in_float32(call: Call) -> Any:
     result, wanted = call.in_float32(), call.wanted()
     if wanted in _formats.SIXTEEN_BIT:
         return tensors.rounded(result, wanted)
+    if _block().in_loop and not _casts_in_each_step():
+        # A recurrent layer keeps what each step computes for the gradient.
+        return tensors.rounded(result, call.dtype)
     given = call.args[0] if call.args else next(iter(call.kwargs.values()))
     if call.op.name in op_lists.INSIDE and tensors.is_16_bit(given):
         # Statistics beside the input may be float32.
@@ -395,12 +416,20 @@ def _in_float32(call: Call) -> Any:
     return result
 
 
+def _casts_in_each_step() -> bool:
+    """Returns whether TensorFlow's kernels compute a recurrent layer's step.
+
+    They cast each tensor on its own, so few are cast.
+    """
+    return _block().in_loop and tracing.in_graph_without_xla()
+
+
 def _of_weights(call: Call) -> Any:
     """Computes in float32; the result is a weight again.
 
     It is a 16-bit copy where the op would return 16 bit.
     """
-    is_wide = not all(map(tensors.is_16_bit, call.tensors)) or (
+    is_wide = len(call.wide) > 0 or (
         call.is_ruled and call.op.name not in op_lists.INSIDE
     )
     is_wide = is_wide or _is_wide(call)
@@ -424,12 +453,21 @@ def _of_weights(call: Call) -> Any:
 
 def _product(call: Call) -> Any:
     """Multiplies in 16 bit, what is float32 beside it included."""
-    if call.has_wide:
-        narrow = functools.partial(tensors.narrow, dtype=call.dtype)
-        call.change(
-            lambda x: narrow(x) if exact_values.weight_of(x) is None else x
-        )
+    if call.wide:
+        _narrow(call)
     return with_weights(call) if call.weights else call.plain()
+
+
+def _narrow(call: Call) -> None:
+    """Gives a call 16-bit copies of what is float32."""
+
+    def copy(value: Any) -> Any:
+        narrowed = tensors.narrow(value, call.dtype)
+        if narrowed is value or exact_values.weight_of(value) is None:
+            return narrowed
+        return exact_values.weight_copy(value, narrowed)
+
+    call.change(copy)
 
 
 # The functions that compute an op with one weight and one input, so that the
@@ -439,8 +477,9 @@ WITH_WEIGHT: dict[str, Way] = {}
 
 def with_weights(call: Call) -> Any:
     """Computes with weights beside 16-bit inputs; returns 16 bit."""
+    if call.wide:
+        _narrow(call)
     if call.op.name in _JOINS:
-        call.change(functools.partial(tensors.narrow, dtype=call.dtype))
         return call.plain()
     way = WITH_WEIGHT.get(call.op.name)
     if way is None or _block().in_map:

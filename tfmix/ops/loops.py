@@ -93,7 +93,7 @@ def cast(call: apply.Call) -> Any:
     call.look()
     copy = call.copies[0] if call.tensors else None
     if copy is None or copy.source is None:
-        return apply.apply(call)
+        return apply.decide(call)
     value, dtype = call.tensors[0], call.wanted()
     if dtype is None or dtype == call.dtype:
         return call.plain()

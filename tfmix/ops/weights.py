@@ -278,7 +278,7 @@ def separable_conv(call: Call) -> Any:
     """Computes a separable convolution with weights as two convolutions."""
     call.look()
     if not call.weights:
-        return apply.apply(call)
+        return apply.decide(call)
     given = call.op.by_name(call.args, call.kwargs)
     pointwise = given.pop("pointwise_kernel")
     kernel = given.pop("depthwise_kernel")
