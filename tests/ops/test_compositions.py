@@ -22,6 +22,11 @@ RNG = np.random.default_rng(3)
 X = RNG.integers(-60, 60, (2000, 4)).astype("float32") / 32
 W = RNG.integers(10, 60, 4).astype("float32") / 32
 
+
+def by_rows(t, w):
+    return ops.einsum("ni,i->n", t, ops.reshape(w, (-1,)))
+
+
 ALONE = {
     "sin": ops.sin,
     "tanh": ops.tanh,
@@ -41,7 +46,7 @@ ALONE = {
         (t - ops.mean(t, -1, keepdims=True))
         / (ops.std(t, -1, keepdims=True) + 1)
     ),
-    "unit": lambda t: t / (ops.norm(t, axis=-1, keepdims=True) + 1e-3),
+    "unit": lambda t: t / (ops.norm(t, axis=-1, keepdims=True) + 0.5),
     "normalized": lambda t: ops.rms_normalization(t),
     "cumulated": lambda t: ops.cumsum(t, -1),
     "flipped": lambda t: ops.flip(t, -1),
@@ -92,13 +97,19 @@ TOGETHER = {
     "matmul": lambda t, w: ops.matmul(t, ops.ones((4, 4), t.dtype) * w),
     "matrix of a weight": lambda t, w: t @ ops.outer(w, w),
     "einsum": lambda t, w: ops.einsum("ni,i->ni", t, w),
-    "reduced": lambda t, w: ops.einsum("ni,i->n", t, w)[:, None],
+    "reduced": lambda t, w: by_rows(t, w)[:, None],
     "chosen": lambda t, w: ops.where(X > 0, t, w),
     "power": lambda t, w: ops.power(ops.square(t) + 0.5, w),
     "logaddexp": lambda t, w: ops.logaddexp(t, w),
     "joined": lambda t, w: ops.concatenate([t[:, :2], t[:, 2:] * w], 1),
     "stacked": lambda t, w: ops.sum(ops.stack([t, t + w]), 0),
 }
+
+
+def total(y):
+    """Returns a sum that a normalization does not make constant."""
+    y = ops.cast(y, "float32")
+    return ops.sum(ops.square(y + 0.5))
 
 
 def program(seed):
@@ -124,9 +135,7 @@ def penalised(function):
         import jax
 
         def slope(x, w):
-            return jax.grad(
-                lambda x: ops.sum(ops.cast(function(x, w), X.dtype))
-            )(x)
+            return jax.grad(lambda x: total(function(x, w)))(x)
 
         return slope
     import tensorflow as tf
@@ -134,7 +143,7 @@ def penalised(function):
     def slope(x, w):
         with tf.GradientTape() as tape:
             tape.watch(x)
-            y = ops.sum(ops.cast(function(x, w), X.dtype))
+            y = total(function(x, w))
         return tape.gradient(y, x)
 
     return slope
