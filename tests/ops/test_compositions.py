@@ -97,7 +97,7 @@ TOGETHER = {
     "matmul": lambda t, w: ops.matmul(t, ops.ones((4, 4), t.dtype) * w),
     "matrix of a weight": lambda t, w: t @ ops.outer(w, w),
     "einsum": lambda t, w: ops.einsum("ni,i->ni", t, w),
-    "reduced": lambda t, w: by_rows(t, w)[:, None],
+    "reduced": lambda t, w: t + by_rows(t, w)[:, None],
     "chosen": lambda t, w: ops.where(X > 0, t, w),
     "power": lambda t, w: ops.power(ops.square(t) + 0.5, w),
     "logaddexp": lambda t, w: ops.logaddexp(t, w),
@@ -124,7 +124,9 @@ def program(seed):
 
     def function(x, w):
         t = ALONE[first](x)
-        return ends[last](TOGETHER[together](t, OF_WEIGHT[of_weight](w, t)))
+        y = ends[last](TOGETHER[together](t, OF_WEIGHT[of_weight](w, t)))
+        # The sum of a softmax, or of standardised numbers, has no gradient.
+        return ops.cast(y, "float32") * np.float32([1, 2, -1, 0.5])
 
     return function, f"{first}, {together} ({of_weight}), {last}"
 
