@@ -208,7 +208,6 @@ CONSTANTS = {
     "tensorflow.python.eager.record": {"VariableWatcher": type},
     "tensorflow.python.ops.control_flow_v2_func_graphs": {
         "ControlFlowFuncGraph": type,
-        "WhileBodyFuncGraph": type,
     },
     FUNCTION: {"Function": type},
     f"{FUNCTION}.Function": {"_run_functions_eagerly": property},
@@ -411,7 +410,7 @@ ATTRIBUTES = [
 
 # The tests beside these names say what they mean.
 ELSEWHERE = {
-    # `f"_{name}"` is the function of an op: `ops/test_float32_ops.py`.
+    # `f"_{name}"` is the function of an op: `ops/test_stand_ins.py`.
     "_*",
     # This is a replica's copy: `step/test_replicas.py`.
     "_get",
@@ -424,7 +423,7 @@ ELSEWHERE = {
     # These are the operators: `ops/test_finite_constants.py`.
     "jax._src.array.ArrayImpl.*",
     # Classes of activations work in `static_call`:
-    # `ops/test_float32_ops.py`.
+    # `ops/test_stand_ins.py`.
     "keras.src.activations.activations",
 }
 

@@ -40,7 +40,7 @@ def test_float_ids_that_were_changed_after_the_cast_are_reported(said, rows):
             self.embedding = keras.layers.Embedding(rows, 1)
 
         def call(self, x):
-            return self.embedding(x[:, :2])
+            return self.embedding(keras.ops.relu(x))
 
     with global_policy.policy_scope("mixed_float16"):
         Slices()(np.ones((1, 4), "float32"))

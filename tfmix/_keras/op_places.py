@@ -22,6 +22,7 @@ BACKEND_OPS = getattr(backend, "ops", backend)
 # The public ops prefer this order: `tanh` is in `numpy` and `nn`, and Keras
 # 3.12 has a second, unused `norm` in `math`.
 _THEMES = ("linalg", "numpy", "nn", "math", "image")
+_PUBLIC = (keras.ops, keras.ops.image, keras.activations)
 # The functions of these modules call other ops of Keras.
 COMPOSED = frozenset(
     module.__name__
@@ -123,13 +124,13 @@ OPERATORS: dict[replacing.Place, tuple[str, bool]] = {
 
 def is_op(name: str) -> bool:
     """Returns whether a rule can have this name of an op or activation."""
-    public = hasattr(keras.ops, name) or hasattr(keras.activations, name)
+    public = any(hasattr(module, name) for module in _PUBLIC)
     return public and name not in CONVERSIONS and bool(targets(name))
 
 
 def op_names() -> list[str]:
     """Returns the sorted names of all ops that a rule can have."""
-    public = {*dir(keras.ops), *dir(keras.activations)}
+    public = {name for module in _PUBLIC for name in dir(module)}
     return sorted(n for n in public if not n.startswith("_") and is_op(n))
 
 

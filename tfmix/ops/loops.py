@@ -22,7 +22,8 @@ def scan(call: apply.Call) -> Any:
 
     def wide_step(carry: Any, x: Any) -> Any:
         carry, result = step(carry, x)
-        return _wide(carry), result
+        # Keras's TensorFlow collects results in arrays of the carry's dtype.
+        return _wide(carry), _wide(result) if _ON_TENSORFLOW else result
 
     return _with_arguments(call, f=wide_step, init=_wide(initial))
 

@@ -28,7 +28,8 @@ WIDE: tuple[str, ...] = (
     *("sum", "mean", "average", "var", "std", "moments", "segment_sum"),
     *("nansum", "nanmean", "nanvar", "nanstd", "trace", "trapezoid", "vdot"),
     *("cumsum", "nancumsum", "bincount", "scatter", "corrcoef", "cdist"),
-    *("norm", "normalize", "logsumexp", "logaddexp", "logaddexp2", "psnr"),
+    *("norm", "normalize", "logsumexp", "logaddexp", "logaddexp2"),
+    *("psnr", "ssim"),
     # Products and powers leave float16's range in a few steps.
     *("prod", "nanprod", "cumprod", "nancumprod", "segment_prod", "vander"),
     *("square", "power", "exp", "exp2", "expm1", "sinh", "cosh", "i0"),
