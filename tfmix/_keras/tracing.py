@@ -13,7 +13,6 @@ from tfmix._keras import context_values, global_state, replacing
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
-    from tensorflow.python.ops import control_flow_v2_func_graphs
 else:
     import jax
     import jax.extend.core
