@@ -221,7 +221,8 @@ notebooks: $(STAMP)
 # mkdocs would count none).
 docs: $(STAMP)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
-	@echo "tfmix: the guide is in site/index.html"
+	@echo "tfmix: the guide is in site/; read and search it at"
+	@echo "http://localhost:8000 after: $(BIN)/python -m http.server -d site"
 
 # The guide of this version beside those of others, on the branch `gh-pages`.
 publish-docs: $(STAMP)

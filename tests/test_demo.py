@@ -1,6 +1,7 @@
 """The demo: its data, its arithmetic, its verdict and a short real run."""
 
 import dataclasses
+import re
 import sys
 
 import keras
@@ -127,9 +128,11 @@ def test_all_policies_train_on_as_many_images_as_there_is_time_for(
         (policy, seed, copies * demo.SCANNED)
         for policy in demo.POLICIES
         for seed in (0, 1)
-    ]
-    steps = copies * demo.SCANNED / demo.BATCH_SIZE * demo.EPOCHS * demo.SEEDS
-    assert steps * sum(seconds) <= demo.BUDGET or copies == 1
+    ] + [(demo.KERAS, 0, copies * demo.SCANNED)]
+    steps = copies * demo.SCANNED / demo.BATCH_SIZE * demo.EPOCHS
+    # Keras's float16 has one seed, and takes as long as ours.
+    together = demo.SEEDS * sum(seconds) + seconds[1]
+    assert steps * together <= demo.BUDGET or copies == 1
     assert report.goal() == (demo.GOAL if copies == 5 else demo.GOAL_FOR_FEWER)
     out = capsys.readouterr().out
     # It prints as it goes, before the first training too.
@@ -153,12 +156,23 @@ def test_the_table_says_whether_the_goal_was_reached(capsys):
         assert "emulates" not in out
 
 
+def test_keras_is_shown_beside_and_not_judged():
+    bad = dataclasses.replace(
+        RUN, policy=demo.KERAS, accuracy=0.1, skipped_steps=None
+    )
+    report = demo.Report((*report_of(0.99, 0.99, 0.99).runs, bad))
+    assert report.healthy
+    (row,) = [line for line in str(report).splitlines() if demo.KERAS in line]
+    assert "10.00 %" in row
+    assert re.search(r" - +2\.0 ", row)
+
+
 def test_a_short_run_on_a_cpu_says_what_it_cannot_show():
     run = dataclasses.replace(RUN, losses=(1.0,), accuracy=0.5, on_cpu=True)
     report = demo.Report((run,))
     assert report.healthy
     shown = " ".join(str(report).split())
-    assert "judged, as it takes 8 epochs" in shown
+    assert f"judged, as it takes {demo.EPOCHS} epochs" in shown
     assert "A CPU emulates float16" in str(report)
 
 
@@ -173,7 +187,7 @@ def test_the_plot_is_a_png_file_or_left_out(tmp_path, monkeypatch):
 
 
 # JAX compiles for ten seconds each time; the slow test below runs all three.
-TRAINED = demo.POLICIES if TENSORFLOW else ("mixed_float16",)
+TRAINED = (demo.KERAS, *demo.POLICIES) if TENSORFLOW else ("mixed_float16",)
 
 
 @pytest.mark.costly
@@ -193,7 +207,10 @@ def test_one_epoch_learns_under_every_policy(policy):
     hidden = 64 * (8 * 8 * (16 + 32) + 3 * 4 * 4 * 32 + 64 + 64 + 10)
     width = 4 if policy == "float32" else 2
     assert run.activation_bytes == hidden * width + 64 * 10 * 4
-    assert run.loss_scale == (2.0**15 if policy == "mixed_float16" else 1.0)
+    assert run.loss_scale == (2.0**15 if "mixed_float16" in policy else 1.0)
+    # Nothing of ours is left in Keras's row, and nothing of it in others.
+    assert (run.skipped_steps is None) is (policy == demo.KERAS)
+    assert keras.config.dtype_policy().name == "float32"
 
 
 @pytest.mark.costly
@@ -205,5 +222,7 @@ def test_a_batch_is_timed_under_a_policy():
 def test_the_demo_reaches_its_goal(tmp_path):
     report = demo.run(out=str(tmp_path), quiet=True)
     assert report.healthy, report.to_dict()
-    assert {run.policy for run in report.runs} == {*demo.POLICIES}
-    assert {len(runs) for runs in report.by_policy().values()} == {demo.SEEDS}
+    by_policy = report.by_policy()
+    assert len(by_policy.pop(demo.KERAS)) == 1
+    assert {*by_policy} == {*demo.POLICIES}
+    assert {len(runs) for runs in by_policy.values()} == {demo.SEEDS}

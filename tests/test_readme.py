@@ -1,4 +1,4 @@
-"""The README has a script that runs, and a table of what was measured."""
+"""The README has scripts that run, and tables of what was measured."""
 
 import json
 import re
@@ -8,10 +8,10 @@ import keras
 import numpy as np
 import pytest
 
-from tests import test_docs
+from tests import helpers, processes, test_docs
 from tests.tree import ROOT
 
-FIRST_SCREEN = 30  # lines
+FIRST_SCREEN = 55  # lines
 
 
 def readme():
@@ -23,23 +23,79 @@ def blocks(text, language):
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.M | re.S)
 
 
+def changed(before, diff):
+    """Returns a script with the lines that a diff adds after those it shows.
+
+    A diff without a script has both.
+    """
+    old = [line[1:] for line in diff.splitlines() if not line.startswith("+")]
+    new = [line[1:] for line in diff.splitlines() if not line.startswith("-")]
+    whole = before or "\n".join(old)
+    assert whole.count("\n".join(old)) == 1
+    return whole.replace("\n".join(old), "\n".join(new))
+
+
 def scripts():
-    """Returns the script before and after the lines of the first diff."""
-    (diff,) = blocks(readme(), "diff")
+    """Returns the script before and after the lines of the second diff."""
+    _, diff = blocks(readme(), "diff")
     lines = diff.splitlines()
     before = [line[1:] for line in lines if not line.startswith("+")]
-    after = [line[1:] for line in lines if not line.startswith("-")]
-    return "\n".join(before), "\n".join(after)
+    return "\n".join(before), changed("", diff)
 
 
-def test_the_first_screen_says_who_needs_it_and_what_to_change():
+def first_scripts():
+    """Returns the first script for each row of the table of its losses."""
+    script, *_ = blocks(readme(), "python")
+    diff, _ = blocks(readme(), "diff")
+    return {
+        'with `"float32"` instead': script.replace("mixed_float16", "float32"),
+        "as it is: Keras's policy": script,
+        "with the line: tfmix's policy": changed(script, diff),
+    }
+
+
+def test_the_first_screen_has_a_script_and_what_was_not_shown():
     first = "\n".join(readme().splitlines()[:FIRST_SCREEN])
-    assert "do you need it?" in first
-    assert "| no: " in first
+    for phrase in (
+        "has not run on a GPU under TensorFlow, nor on a T4\nor V100",
+        *("**Is it for you?**", "**What does it cost?**", "pip install ."),
+    ):
+        assert phrase in first
+    script, *_ = first_scripts().values()
+    assert len(script.splitlines()) <= 12
+    for one, ours in zip(first_scripts().values(), (0, 0, 1), strict=True):
+        assert ("tfmix" in one) == ours
     before, after = scripts()
     assert "tfmix" not in before
     assert "tfmix.set_global_policy" in after
-    assert "+tfmix.set_global_policy" in first
+
+
+def losses(script, alone):
+    """Returns the losses of a script's epochs.
+
+    Args:
+        script: The script.
+        alone: Whether to run it in a process of its own, without tfmix.
+    """
+    if alone:
+        script += "print('RESULT', model.history.history['loss'])"
+        done = processes.python("-c", script, check=True)
+        return re.findall(r"[\d.]+|nan", done.stdout.partition("RESULT")[2])
+    names = {}
+    exec(script, names)
+    return names["model"].history.history["loss"]
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.costly
+def test_the_first_script_has_the_losses_that_the_readme_says():
+    table = test_docs.columns(readme(), "| loss of each epoch |")
+    for name, script in first_scripts().items():
+        found = losses(script, alone="Keras's" in name)
+        shown = [float(cell) for cell in table[name]]
+        assert [float(one) for one in found] == pytest.approx(
+            shown, abs=0.01, nan_ok=True
+        ), name
 
 
 def test_code_and_sentences_fit_eighty_columns():
@@ -48,9 +104,9 @@ def test_code_and_sentences_fit_eighty_columns():
 
 
 def test_the_commands_follow():
-    trying, install, contribute = blocks(readme(), "sh")
-    assert trying.startswith("tfmix run --against float32 ")
-    assert install.startswith("pip install .")
+    trying, contribute = blocks(readme(), "sh")
+    assert trying.startswith("pip install .")
+    assert "\ntfmix run --against float32 " in trying
     assert "make demo" in contribute
     assert "make test" in contribute
 
@@ -132,12 +188,13 @@ def test_the_picture_is_drawn_from_the_records():
     pytest.importorskip("matplotlib")
     made = runpy.run_path(str(ROOT / ".ci" / "front_picture.py"))
     panels = made["counted"](ROOT / "docs" / "benchmarks")
-    assert all(set(numbers) == {"Keras", "tfmix"} for _, numbers, _ in panels)
-    _, _, (title, kernels, _) = panels
-    assert "200 variables" in title
-    assert "200 variables" in tables_of("compiled-jax")[1]["title"]
-    added = rows_of("compiled-jax", 1)[2]["kernels"] - 201
-    assert kernels["tfmix"] == added
+    (_, times, _), *counts = panels
+    assert [f"{one:.1f}" for one in times.values()] == [
+        timed(TRANSFORMER, "mixed_bfloat16", "tfmix"),
+        timed(TRANSFORMER, "mixed_bfloat16"),
+        timed(TRANSFORMER, "float32 (TF32)"),
+    ]
+    assert all(set(numbers) == {"Keras", "tfmix"} for _, numbers, _ in counts)
 
 
 @pytest.mark.costly
@@ -156,5 +213,6 @@ def test_the_script_runs_and_trains_in_float16():
     )
     assert model.layers[-1].compute_dtype == "float32"
     assert int(model.optimizer.iterations) + model.optimizer.skipped_steps == 2
-    # The blocks below go on with the model of the script.
-    test_docs.run_page(readme(), "README.md", names)
+    # The block behind it goes on with the model of the script.
+    _, block = blocks(readme(), "python")
+    test_docs.run_page(f"```python\n{block}\n```\n", "README.md", names)

@@ -19,7 +19,7 @@ import pytest
 from tests import helpers, processes
 from tests.tree import ROOT
 from tfmix import cli
-from tfmix._run import report, session, verdict
+from tfmix._run import report, session, steps, verdict
 from tfmix.policy import names
 
 BACKEND = keras.backend.backend()
@@ -62,6 +62,11 @@ def measured(folder, source, *options, **variables):
     return json.loads(file.read_text()), done
 
 
+# A script counts as one that uses Keras if it removes this file.
+USES = """
+import json, os
+os.unlink(json.loads(os.environ["TFMIX_RUN"])["unused"])
+"""
 SHOWS_ITSELF = """
 import os, sys
 print(__name__, sys.argv, sys.path[0], sys.orig_argv[1:], __file__)
@@ -116,17 +121,264 @@ def test_a_script_runs_as_under_python(name, tmp_path):
     script = folder / "script of mine.py"
     script.write_text(AS_UNDER_PYTHON[name])
     words = script, "--epochs", "3", "--policy", "theirs", "--json", "x"
-    expected, done = python(*words), run(*words)
-    assert (done.returncode, done.stdout) == (
-        expected.returncode,
-        expected.stdout,
-    )
+    expected, done = python(*words), run(*words, TMPDIR=str(tmp_path))
+    assert done.stdout == expected.stdout
+    # They do not use Keras, which is an error.
+    is_exit = name.startswith("exits")
+    code = cli.BAD_INPUT if is_exit else expected.returncode or cli.BAD_INPUT
+    assert done.returncode == code
     first, _, rest = done.stderr.partition("\n")
     assert first.startswith("tfmix run: ")
     assert first.endswith("--policy, --json. Options of tfmix stand before it.")
     assert rest.startswith(expected.stderr)
     # What it says besides is one line, or nothing if Python was killed.
     assert rest.removeprefix(expected.stderr).count("\n") <= 1
+
+
+@once
+def test_a_script_that_exits_with_a_code_has_it(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(f"{USES}\nraise SystemExit(3)")
+    done = run(script)
+    assert done.returncode == 3
+    assert "error" not in done.stderr
+
+
+# Packages in place of the real ones, which take seconds. TensorFlow looks for
+# Keras and imports it as the real one does; tfmix marks the use of a layer.
+PACKAGES = {
+    "keras/__init__.py": """
+import os
+if os.environ.get("KERAS_BACKEND") == "missing":
+    raise ImportError("no such backend")
+class Layer:
+    pass
+""",
+    "keras/src/__init__.py": "",
+    "keras/src/optimizers.py": "",
+    "tensorflow/__init__.py": """
+import importlib, importlib.util
+for _ in range(15):
+    importlib.util.find_spec("keras")
+importlib.import_module("keras.src.optimizers")
+import keras
+""",
+    "tf_keras/__init__.py": "import tensorflow",
+    "tfmix/__init__.py": """
+import json, os, pathlib, keras
+unused = pathlib.Path(json.loads(os.environ["TFMIX_RUN"])["unused"])
+def __init__(self):
+    unused.unlink(missing_ok=True)
+    print("a layer of tfmix", flush=True)
+keras.Layer.__init__ = __init__
+""",
+    "notebook.py": "import tensorflow as tf\ntf.keras.Layer()",
+    "package/__init__.py": "",
+    "package/train.py": "import tensorflow as tf\ntf.keras.Layer()",
+}
+LAUNCH = """
+import runpy, sys
+launcher = runpy.run_path(sys.argv[1])
+sys.exit(launcher["run"](sys.argv[2:], "mixed_float16", file="report.json"))
+"""
+
+
+def launched(folder, *words):
+    """Runs a script with those packages; returns what it did, and its report.
+
+    The fake tfmix writes none, so a report holds an error.
+    """
+    for name, text in PACKAGES.items():
+        file = folder / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    launcher = ROOT / "tfmix" / "_run" / "launcher.py"
+    places = {"PYTHONPATH": str(folder), "TMPDIR": str(folder)}
+    done = python("-c", LAUNCH, launcher, *words, folder=folder, **places)
+    # Whatever happens, no temporary file stays.
+    assert not list(folder.glob("tfmix-run-*"))
+    file = folder / "report.json"
+    return done, json.loads(file.read_text()) if file.exists() else None
+
+
+WORKERS = """
+import multiprocessing
+def work(_):
+    import tensorflow as tf
+    tf.keras.Layer()
+if __name__ == "__main__":
+    with multiprocessing.get_context("{method}").Pool(1) as pool:
+        pool.map(work, [1])
+"""
+# Ways to come to a layer of Keras.
+WAYS = {
+    "keras": "import keras\nkeras.Layer()",
+    "tensorflow first": """
+import tensorflow as tf
+import keras
+keras.Layer()
+""",
+    "tf.keras": "import tensorflow as tf\ntf.keras.Layer()",
+    "from tensorflow": "from tensorflow import keras\nkeras.Layer()",
+    "probes": """
+import importlib.metadata, importlib.util, pkgutil, sys
+importlib.util.find_spec("keras")
+importlib.util.find_spec("keras.src.optimizers")
+assert "keras" in [module.name for module in pkgutil.iter_modules()]
+importlib.metadata.version("keras")
+for finder in sys.meta_path:
+    finder.find_spec("keras", None)
+import keras
+keras.Layer()
+""",
+    "a part first": "import keras.src.optimizers\nkeras.Layer()",
+    "try": """
+try:
+    import keras.missing
+except ImportError:
+    import keras
+keras.Layer()
+""",
+    "another backend": """
+import os
+os.environ["KERAS_BACKEND"] = "missing"
+try:
+    import keras
+except ImportError:
+    os.environ["KERAS_BACKEND"] = "tensorflow"
+    import keras
+keras.Layer()
+""",
+    "import_module": """
+import importlib
+importlib.import_module("keras").Layer()
+""",
+    "resolve_name": "import pkgutil\npkgutil.resolve_name('keras:Layer')()",
+    "a spec": """
+import importlib.util, sys
+spec = importlib.util.find_spec("keras")
+keras = sys.modules["keras"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(keras)
+keras.Layer()
+""",
+    "lazily": """
+import importlib.util, sys
+spec = importlib.util.find_spec("keras")
+spec.loader = importlib.util.LazyLoader(spec.loader)
+keras = sys.modules["keras"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(keras)
+keras.Layer()
+""",
+    "a thread": """
+import threading
+def work():
+    import keras
+    keras.Layer()
+threading.Thread(target=work).start()
+""",
+    "runpy": "import runpy\nrunpy.run_path('notebook.py')",
+}
+
+
+@once
+@pytest.mark.parametrize("way", [*WAYS, "-m"])
+def test_tfmix_comes_with_keras_however_a_script_comes_to_it(way, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(WAYS.get(way, ""))
+    words = ["-m", "package.train"] if way == "-m" else [script]
+    done, report = launched(tmp_path, *words)
+    assert done.stdout == "a layer of tfmix\n", done.stderr
+    assert (done.returncode, done.stderr, report) == (0, "", None)
+
+
+TRAINS_WITH_TF = """
+{IMPORT}
+import numpy as np
+model = keras.Sequential([keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+x = np.ones((100, 8), "float32")
+model.fit(x, x[:, :1], batch_size=2, verbose=0)
+print(model.layers[0].compute_dtype)
+"""
+# How scripts that begin with TensorFlow come to Keras.
+WITH_TF = {
+    "keras": "import keras",
+    "tf.keras": "keras = tf.keras",
+    "from tensorflow": "from tensorflow import keras",
+    "from tensorflow.keras": "from tensorflow.keras import Sequential, layers\n"
+    "import tensorflow.keras as keras",
+    "import_module": "import importlib\n"
+    "importlib.util.find_spec('keras')\n"
+    "keras = importlib.import_module('keras')",
+}
+
+
+@once
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [*WITH_TF, "-m", "runpy", "spawn"])
+def test_scripts_that_begin_with_tensorflow_train_in_16_bit(way, tmp_path):
+    lines = f"import tensorflow as tf\n{WITH_TF.get(way, 'import keras')}"
+    source = TRAINS_WITH_TF.replace("{IMPORT}", lines)
+    (tmp_path / "trains.py").write_text(source)
+    starts = {
+        "runpy": "import runpy\nrunpy.run_path('trains.py')",
+        "spawn": "import subprocess, sys\n"
+        "subprocess.run([sys.executable, 'trains.py'], check=True)",
+    }
+    script, file = tmp_path / "script.py", tmp_path / "report.json"
+    script.write_text(f"import tensorflow as tf\n{starts.get(way, source)}")
+    words = ["-m", "trains"] if way == "-m" else [script]
+    options = "--policy", "mixed_float16", "--report", file
+    done = run(*options, *words, folder=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "float16\n"), done.stderr
+    (found,) = json.loads(file.read_text())["runs"]
+    # A process that the script starts prints a report of its own.
+    assert found["steps"] == (0 if way == "spawn" else 50)
+    assert re.search("^train steps +50 *$", done.stderr, re.M)
+    assert len(found["blocks"]) == (0 if way == "spawn" else 5)
+
+
+@once
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_processes_that_a_script_starts_import_tfmix(method, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(WORKERS.replace("{method}", method))
+    done, report = launched(tmp_path, script)
+    assert done.stdout == "a layer of tfmix\n"
+    assert done.returncode == 0
+    said = "Keras ran only in processes that the script started"
+    assert done.stderr.startswith(f"tfmix run: {said}")
+    assert report["error"].startswith(said)
+
+
+# Each ends without a layer: its source, its code and what is said of it.
+NOTHING = {
+    "no Keras": ("print(1)", 2, "before it made a layer or an optimizer"),
+    "probes": (
+        "import importlib.util\nimportlib.util.find_spec('keras')",
+        2,
+        "Give a script that trains with `keras` or `tf.keras`",
+    ),
+    "TensorFlow alone": ("import tensorflow", 2, "before it made a layer"),
+    "Keras 2": ("import tf_keras", 2, "tf_keras, which is Keras 2"),
+    "an error": ("import keras\nraise KeyError(1)", 1, "before it made"),
+}
+
+
+@once
+@pytest.mark.parametrize("name", NOTHING)
+def test_a_script_without_keras_is_an_error_that_says_what_to_do(
+    name, tmp_path
+):
+    source, code, said = NOTHING[name]
+    script = tmp_path / "script.py"
+    script.write_text(source)
+    done, report = launched(tmp_path, script)
+    assert done.returncode == code
+    *_, line = done.stderr.splitlines()
+    assert line == f"tfmix run: error: {report['error']}"
+    assert said in line
+    assert (report["script"], report["runs"]) == ("script.py", [])
 
 
 @once
@@ -323,7 +575,7 @@ print(float(loss))
 @pytest.mark.costly
 def test_fit_is_counted_and_explained(tmp_path):
     # The first line of the script is empty.
-    own = 'import keras; keras.config.set_dtype_policy("float32")'
+    own = f'import {BACKEND}, keras; keras.config.set_dtype_policy("float32")'
     data, done = measured(tmp_path, own + FITS, "--policy", "mixed_float16")
     (found,) = data["runs"]
     assert not found["failed"]
@@ -339,7 +591,7 @@ def test_fit_is_counted_and_explained(tmp_path):
     assert "script.py:6" in fallen
     # The report is on stderr, as it prints at the end.
     assert not done.stdout
-    printed = done.stderr.partition("tfmix run: script.py\n")[2]
+    printed = done.stderr.partition("tfmix run: script.py. ")[2]
     assert re.search(r"^train steps +13 *$", printed, re.M)
     assert "skipped, most likely: " in printed
 
@@ -387,9 +639,14 @@ def test_a_script_in_float32_is_asked_no_more(tmp_path):
     assert float(done.stdout) < 30e-6
 
 
+# It begins with TensorFlow, as many scripts do under any backend.
 # It sets policies as Keras does: at the start, for a moment, and at the end.
 ASKS = (
     """
+import importlib.util
+if importlib.util.find_spec("tensorflow"):
+    import tensorflow as tf
+importlib.util.find_spec("keras")
 import keras
 keras.mixed_precision.set_global_policy("mixed_bfloat16")
 old = keras.config.dtype_policy()
@@ -428,7 +685,13 @@ def test_two_runs_stand_side_by_side(tmp_path):
         place = "in place of the script's mixed_bfloat16"
         assert run["why"] == f"asked for, {place}"
     assert narrow["steps"] == wide["steps"] == 13
-    assert data["verdict"] in " ".join(done.stderr.split())
+    # The verdict comes first, and what a CPU can say of it before the ratio.
+    printed = done.stderr.partition("tfmix run: script.py. ")[2]
+    title = " ".join(printed.partition("mixed_float16")[0].split())
+    assert title == data["verdict"]
+    # Both began with one seed, although the script sets none.
+    assert data["verdict"].startswith("The losses agree: they differ by")
+    assert data["verdict"].endswith("does not forecast that on a GPU.")
 
 
 @pytest.mark.costly
@@ -436,14 +699,168 @@ def test_two_equal_runs_are_refused_before_they_train(tmp_path):
     script = tmp_path / "script.py"
     own = 'import keras\nkeras.config.set_dtype_policy("float32")\n'
     script.write_text(own + FITS + "\nprint('trained')\n")
-    done = run("--against", "float32", script, TMPDIR=str(tmp_path))
+    file = tmp_path / "report.json"
+    words = "--against", "float32", "--report", file, script
+    done = run(*words, TMPDIR=str(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = re.findall("^tfmix run: error: .*$", done.stderr, re.M)
     assert "both runs would be in float32 (the script asks for it" in line
     assert "`tfmix run --policy mixed_bfloat16 --against float32" in line
     assert "Traceback" not in done.stderr
     assert "2 of 2" not in done.stderr
-    assert list(tmp_path.iterdir()) == [script]
+    assert line.endswith(json.loads(file.read_text())["error"])
+    assert {*tmp_path.iterdir()} == {script, file}
+
+
+# A model from a file in float32 gets a new head under the policy.
+NEW_HEAD = (
+    TRAINS
+    + """
+keras.config.set_dtype_policy("mixed_float16")
+base = keras.saving.load_model("base.keras")
+{MORE}
+model = keras.Sequential([base, keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+model.fit(x, y, batch_size=16, epochs=14, verbose=0)
+print("trained")
+"""
+)
+
+
+def save_base(folder):
+    dense = [keras.layers.Dense(8) for _ in range(3)]
+    keras.Sequential([keras.Input((8,)), *dense]).save(folder / "base.keras")
+
+
+@pytest.mark.parametrize(
+    ("asked", "first", "layers", "first_layers", "refused"),
+    [
+        ("mixed_float16", "float32", "float32", "float32", "mixed_float16"),
+        ("float32", "mixed_float16", "float32", "float32", "mixed_float16"),
+        ("float32", "mixed_float16", "float16", "float16", "float32"),
+        ("mixed_bfloat16", "mixed_float16", "float32", "float32", "mixed_bf"),
+        ("mixed_float16", "float32", "float16", "float32", ""),
+        # Their dtypes are equal, as asked.
+        ("O1", "mixed_float16", "float16", "float16", ""),
+        ("float16", "mixed_float16", "float16", "float16", ""),
+    ],
+)
+def test_equal_layers_are_refused_unless_they_were_asked_for(
+    asked, first, layers, first_layers, refused, tmp_path, capsys
+):
+    before, file = tmp_path / "1.json", tmp_path / "2.json"
+    dtype = keras.DTypePolicy(first).compute_dtype
+    run = a_run(policy=first, dtype=dtype, layer_dtype=first_layers)
+    made = report.Report("train.py", (run,))
+    before.write_text(json.dumps(made.to_dict()))
+    settings = session.Settings(
+        file=str(file), first=str(before), process=os.getpid()
+    )
+    second = session._Session(asked, settings)
+    # A head in another dtype is not most of the layers.
+    for number, each in enumerate([layers, layers, "float64"]):
+        layer = session._Layer("Dense", each, has_weights=True, fallen="")
+        second._found["model", number] = layer
+    if not refused:
+        second._after_first()
+        return
+    with pytest.raises(SystemExit) as ended:
+        second._after_first()
+    assert ended.value.code == 2
+    error = json.loads(file.read_text())["error"]
+    assert capsys.readouterr().err == f"tfmix run: error: {error}\n"
+    assert f"most layers compute in {layers} in both runs" in error
+    assert f"`tfmix.apply_policy(model, '{refused}" in error
+
+
+CONVERTS = """
+if keras.config.dtype_policy().name != "float32":
+    import tfmix
+    tfmix.apply_policy(base, "mixed_float16")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [1, -1])
+def test_two_runs_whose_layers_are_equal_are_refused(order, tmp_path):
+    save_base(tmp_path)
+    script, file = tmp_path / "script.py", tmp_path / "report.json"
+    script.write_text(NEW_HEAD.replace("{MORE}", ""))
+    first, second = ["float32", "mixed_float16"][::order]
+    words = ["--against", first, "--policy", second, "--report", file, script]
+    done = run(*words, folder=tmp_path, TMPDIR=str(tmp_path))
+    assert done.returncode == 2
+    # The second run ends after its first step.
+    assert done.stdout == "trained\n"
+    (line,) = re.findall("^tfmix run: error: .*$", done.stderr, re.M)
+    assert "most layers compute in float32 in both runs." in line
+    assert line.endswith("`tfmix.apply_policy(model, 'mixed_float16')`.")
+    assert "Traceback" not in done.stderr
+    assert line.endswith(json.loads(file.read_text())["error"])
+    assert not list(tmp_path.glob("tfmix-run-*"))
+
+
+@pytest.mark.slow
+def test_runs_whose_layers_differ_or_are_as_asked_are_compared(tmp_path):
+    save_base(tmp_path)
+    pair = "--against", "float32", "--policy", "mixed_float16"
+    source = NEW_HEAD.replace("{MORE}", CONVERTS)
+    data, _ = measured(tmp_path, source, *pair)
+    assert data["speedup"] is not None
+    # Their layers are in the same dtypes, but not their losses' scales.
+    pair = "--against", "O1", "--policy", "mixed_float16"
+    data, _ = measured(tmp_path, FITS, *pair)
+    assert len(data["others"]) == 1
+
+
+# As many scripts begin. It sets no seed, or one.
+FIRST = """
+import tensorflow as tf
+import keras
+import numpy as np
+{SEED}
+x = np.random.default_rng(0).normal(size=(512, 8)).astype("float32")
+y = (x.sum(1) > 0).astype("float32")
+model = keras.Sequential([
+    keras.layers.Dense(16, activation="relu"),
+    keras.layers.Dense(1, activation="sigmoid"),
+])
+model.compile("adam", "binary_crossentropy")
+model.fit(x, y, epochs=2, batch_size=16, verbose=0)
+print(np.random.normal(), keras.random.normal(()))
+"""
+
+
+@pytest.mark.slow
+def test_a_script_gets_the_same_verdict_three_times(tmp_path):
+    pytest.importorskip("tensorflow")
+    words = "--against", "float32", "--policy", "mixed_float16"
+    source = FIRST.replace("{SEED}", "")
+    found = [measured(tmp_path, source, *words)[0] for _ in range(3)]
+    said = "The losses agree: they differ by"
+    assert [each["verdict"][: len(said)] for each in found] == [said] * 3
+    for each in found:
+        assert each["speedup"] is not None
+        assert not re.search("(W|w)orth it|No difference", each["verdict"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", ["", "keras.utils.set_random_seed(7)"])
+def test_repetitions_have_seeds_of_their_own_if_the_script_sets_none(
+    seed, tmp_path
+):
+    pytest.importorskip("tensorflow")
+    words = "--against", "float32", "--policy", "mixed_float16"
+    source = FIRST.replace("{SEED}", seed)
+    data, done = measured(tmp_path, source, *words, "--repeat", "2")
+    wide, narrow = data["others"], data["runs"]
+    for first, second in zip(wide, narrow, strict=True):
+        assert first["loss"] == pytest.approx(second["loss"], rel=0.01)
+    one, two = (each["loss"] for each in wide)
+    assert (abs(one - two) < 1e-3 * one) is bool(seed)
+    drawn = done.stdout.splitlines()
+    assert len(drawn) == 4
+    assert (len({*drawn}) == 1) is bool(seed)
 
 
 def test_a_repeated_comparison_takes_turns(tmp_path, monkeypatch, capsys):
@@ -468,6 +885,10 @@ def test_a_repeated_comparison_takes_turns(tmp_path, monkeypatch, capsys):
     assert turns == [("float32", True), ("auto", False)] * 2
     then = [settings.get("then") for *_, settings in begun]
     assert then == [("auto", False), None, None, None]
+    # Both runs of a pair have a seed, and the second knows of the first.
+    assert [settings["seed"] for *_, settings in begun] == [0, 0, 1, 1]
+    firsts = [settings.get("first") for *_, settings in begun]
+    assert firsts == [None, f"{tmp_path}/1.json", None, None]
     # The last run has the reports of all others, in their order.
     before = [f"{tmp_path}/{number}.json" for number in (1, 2, 3)]
     assert begun[-1][-1]["before"] == before
@@ -590,8 +1011,13 @@ def test_a_model_that_is_loaded_again_counts_once(is_eager, tmp_path):
 @pytest.mark.parametrize(
     ("source", "code", "said"),
     [
-        ("raise SystemExit(4)", 4, "exit code 4, so there are no more and no"),
-        ("print(1)", 0, "did not import Keras 3"),
+        (
+            f"{USES}\nraise SystemExit(4)",
+            4,
+            "exit code 4, so there are no more and no",
+        ),
+        (USES, 2, "this run has no report, so there are no more and no"),
+        ("print(1)", 2, "before it made a layer or an optimizer of Keras 3"),
     ],
 )
 def test_a_second_run_that_makes_no_sense_is_not_started(
@@ -696,15 +1122,16 @@ def a_run(**values):
         **{"policy": "mixed_float16", "dtype": "float16", "why": "asked for"},
         **{"device": "NVIDIA H100", "fast": True, "failed": "", "ended": ""},
         **{"steps": 100, "skipped": 0, "cause": "", "milliseconds": 10.0},
-        **{"is_cpu": False, "timed": 99, "blocks": [[10.0] * 5]},
+        **{"is_cpu": False, "timed": 99, "blocks": [10.0] * 5},
         **{"first_seconds": 1.0, "peak_bytes": 100 * 2**20, "loss": 0.5},
-        **{"float32_layers": {}, "layers": 3, "float32_ops": (), "fallen": ()},
+        **{"float32_layers": {}, "layers": 3, "fallen": ()},
+        "layer_dtype": "float16",
     }
     return report.Run(**{**known, **values})
 
 
 def blocks(*medians):
-    return {"blocks": [[*medians]], "milliseconds": medians[0]}
+    return {"blocks": [*medians], "milliseconds": medians[0]}
 
 
 WIDE = {"policy": "float32", "dtype": "float32", "skipped": None}
@@ -722,8 +1149,9 @@ def test_a_loss_of_nan_is_json_that_can_be_read_again(tmp_path):
     assert math.isnan(session._read(file).loss)
 
 
-CPU, HALF = (
+CPU, SLOW, HALF = (
     {"device": "CPU", "fast": False, "is_cpu": True},
+    {"fast": False},
     {"peak_bytes": 200 * 2**20},
 )
 FEW = {"blocks": [], "timed": 12}
@@ -738,17 +1166,17 @@ FEW = {"blocks": [], "timed": 12}
         ({}, blocks(8, 9), "float32. The layers may be too small"),
         ({}, blocks(10.2, 9), "can show: 0.96 (0.90 to 1.02) times as fast"),
         ({}, blocks(10.4, 10.1), "can show: 1.02 (1.01 to 1.04) times as fast"),
-        ({}, FEW, "can show: 12 steps were timed, and it takes 50 in each"),
-        (CPU, blocks(4), "0.40 (0.40 to 0.40) times as fast as float32, as"),
-        (CPU, blocks(4), "this CPU emulates float16. A CPU says nothing abo"),
-        (CPU, blocks(18), "Worth it: 1.80 (1.80 to 1.80) times as fast as"),
-        (CPU, blocks(18), "float32. A CPU says nothing about a GPU."),
-        (CPU, FEW, "A CPU says nothing about a GPU."),
+        ({}, FEW, "show: it takes 50 steps, and 12 were timed after the first"),
+        (SLOW, blocks(4), "0.40 (0.40 to 0.40) times as fast as float32, as"),
+        (SLOW, blocks(4), "as this NVIDIA H100 emulates float16. The losses"),
+        (CPU, blocks(4), "a GPU. Here: 0.40 (0.40 to 0.40) times as fast as"),
+        (CPU, FEW, "The time on a CPU does not forecast that on a GPU."),
+        (CPU | {"loss": math.nan}, {}, "Not worth it as it is: the loss in mi"),
         ({"policy": "float32"}, {}, "nothing to compare"),
-        ({"loss": 0.51}, {}, "The last losses differ by +0.01."),
-        ({"loss": 0.9}, {}, "differ by +0.4; two runs with other seeds"),
-        ({"loss": math.nan}, blocks(18), "Not worth it as it is: the last"),
-        ({}, {"loss": math.inf}, "The last loss of a run is not finite"),
+        ({"loss": 0.51}, {}, "The losses agree: they differ by +0.01."),
+        ({"loss": 0.9}, {}, "The losses differ by +0.4; with other seeds they"),
+        ({"loss": math.nan}, blocks(18), "the loss in mixed_float16 is nan at"),
+        ({}, {"loss": math.inf}, "The loss in float32 is inf at the end."),
     ],
 )
 def test_the_verdict_is_a_sentence(narrow, wide, said):
@@ -760,66 +1188,149 @@ def test_the_verdict_is_a_sentence(narrow, wide, said):
 
 
 def test_a_run_without_a_loss_gets_no_verdict_on_it():
-    assert "loss" not in report_of({"loss": None}, {}).verdict()
+    said = report_of({"loss": None}, {}).verdict()
+    assert said.endswith("No loss is known to compare.")
+
+
+def repeated(ours, theirs):
+    runs = tuple(a_run(loss=loss) for loss in ours)
+    others = tuple(a_run(**WIDE, loss=loss) for loss in theirs)
+    return report.Report("train.py", runs, others).verdict()
 
 
 def test_losses_of_repeated_runs_are_compared_with_their_spread():
-    def said(ours, theirs):
-        runs = tuple(a_run(loss=loss) for loss in ours)
-        others = tuple(a_run(**WIDE, loss=loss) for loss in theirs)
-        return report.Report("train.py", runs, others).verdict()
-
-    assert said([0.6, 0.4], [0.3, 0.5]).endswith("differ by +0.1.")
-    more = "more than runs of one policy do."
-    assert said([0.6, 0.62], [0.4, 0.42]).endswith(more)
+    said = repeated([0.6, 0.4], [0.3, 0.5])
+    assert said.endswith(
+        "agree: they differ by +0.1, those of one policy by 0.2."
+    )
+    said = repeated([0.6, 0.62], [0.4, 0.42])
+    assert said.endswith("than those of one policy with other seeds, 0.02.")
 
 
-def test_blocks_need_ten_steps_each():
-    assert verdict.blocks(np.ones(49)) == []
-    assert verdict.blocks(np.arange(50)) == [4.5, 14.5, 24.5, 34.5, 44.5]
+def test_repetitions_with_one_seed_say_nothing_of_others():
+    # A few bits differ, as on several threads.
+    said = repeated([0.6, 0.60001, 0.6], [0.4, 0.4, 0.4])
+    assert "The losses differ by +0.2. The runs of one policy are all" in said
+    assert "more than those of one policy" not in said
 
 
-def steps(random, milliseconds, load=1.0):
-    """Returns blocks of 100 steps: of the clock, and of CPU time.
+@pytest.mark.parametrize("narrow", [4.0, 9.0, 18.0])
+def test_a_cpu_says_first_what_it_can_and_judges_no_time(narrow):
+    # Another program may take any part of it.
+    made = report_of(CPU | blocks(10, 10), CPU | blocks(narrow, 10))
+    said = made.verdict()
+    assert said.startswith("The losses agree: they differ by +0. The time on a")
+    assert not re.search("(W|w)orth it|No difference", said)
+    (table,) = made.tables()
+    assert table.title == f"tfmix run: train.py. {said}"
+    alone = report.Report("train.py", made.runs)
+    (table,) = alone.tables()
+    assert table.title.endswith(
+        "The time on a CPU does not forecast that on a GPU."
+    )
 
-    Other programs slow a step down by `load`, some steps by much more. Its CPU
-    time grows by a tenth, as on a processor whose cores share units.
-    """
-    cpu = milliseconds * random.normal(1, 0.04, 100).clip(0.8) * load**0.1
-    clock = cpu * load * random.lognormal(0, 0.1, 100)
-    return [verdict.blocks(clock), verdict.blocks(cpu)]
+
+def test_the_steps_after_the_first_are_in_five_blocks():
+    assert verdict.blocks(np.arange(49)) == [4.5, 14.5, 24.5, 34.5, 44.0]
 
 
-@pytest.mark.parametrize("pairs", [1, 2, 3, 5])
+class Applied:
+    """Stands for the counter of an optimizer."""
+
+    in_a_step = 1
+
+    def __init__(self):
+        self.steps = self.calls = 0
+
+    def applied(self):
+        return self.steps
+
+    def find_skips(self):
+        pass
+
+    note_overflow = find_skips
+
+
+@pytest.mark.parametrize("seconds", [0.001, 0.3])
 @pytest.mark.parametrize(
-    ("other", "allowed"),
-    [(1.0, {"none"}), (1.03, {"none"}), (2.0, {"none", "faster"})],
+    ("epochs", "calls", "each", "is_enough"),
+    [
+        (1, 50, 1, True),
+        (50, 1, 1, True),
+        (10, 5, 1, True),
+        (7, 8, 1, True),
+        (1, 300, 1, True),
+        (5, 5, 2, True),
+        (1, 5, 10, True),
+        # Two calls say nothing about how much the time varies.
+        (1, 2, 25, False),
+        (1, 49, 1, False),
+        (7, 7, 1, False),
+    ],
 )
-def test_no_load_of_the_machine_turns_the_verdict_around(pairs, other, allowed):
-    random = np.random.default_rng(0)
-    for _ in range(200):
-        loads = random.uniform(1, 3, (pairs, 2))
-        found = verdict.compare(
-            [
-                (steps(random, 10, ours), steps(random, 10 * other, theirs))
-                for ours, theirs in loads
-            ]
-        )
-        word = {(True, False): "faster", (False, True): "slower"}.get(
-            (found.is_faster(), found.is_slower()), "none"
-        )
-        assert word in allowed, (found, loads)
+def test_fifty_steps_are_timed_however_they_come(
+    epochs, calls, each, is_enough, seconds, monkeypatch
+):
+    clock, counter, group = [0.0], Applied(), steps.Group()
+    monkeypatch.setattr(steps.time, "perf_counter", lambda: clock[0])
+
+    def call(made):
+        began = clock[0]
+        clock[0] += seconds * made
+        counter.steps += made
+        group.called([counter], began, None)
+
+    for _ in range(epochs):
+        for _ in range(calls):
+            call(each)
+        # TensorFlow ends an epoch with a call without a batch.
+        call(0)
+    assert group.milliseconds() == pytest.approx(1000 * seconds)
+    found = group.blocks()
+    assert found == pytest.approx([1000 * seconds] * 5 * is_enough)
 
 
-def test_a_true_difference_is_seen_on_an_idle_machine():
+@pytest.mark.parametrize("count", [1, 7, 50, 256, 257, 10_000])
+def test_a_loss_is_the_mean_over_the_last_tenth(count):
+    losses = steps.Losses()
+    assert not losses
+    assert losses.last_tenth() is None
+    for number in range(count):
+        losses.add(np.float32(number))
+    # Of a long run, it is the mean of a sample.
+    mean = np.mean(np.arange(count)[int(0.9 * count) :])
+    assert losses.last_tenth() == pytest.approx(mean, rel=0.005)
+    assert len(losses._kept) <= 256
+
+
+def test_a_bad_batch_at_the_end_does_not_count_and_bad_weights_do():
+    losses = steps.Losses()
+    for number in range(30):
+        losses.add(np.float32(math.nan if number == 29 else 2.0))
+    assert losses.last_tenth() == 2.0
+    losses.add(np.float32(math.nan))
+    losses.add(np.float32(math.nan))
+    assert math.isnan(losses.last_tenth())
+
+
+def times(random, milliseconds):
+    """Returns the blocks of 100 steps."""
+    return verdict.blocks(milliseconds * random.lognormal(0, 0.1, 100))
+
+
+def test_a_true_difference_is_seen_and_a_small_one_is_not():
     random = np.random.default_rng(0)
     for pairs in (1, 3):
-        found = verdict.compare(
-            [(steps(random, 10), steps(random, 15)) for _ in range(pairs)]
-        )
-        assert found.is_faster()
-        assert found.low < found.median < found.high
-        assert found.median == pytest.approx(1.5, rel=0.05)
+        for other, is_faster in ((15, True), (10.2, False)):
+            found = verdict.compare(
+                [
+                    (times(random, 10), times(random, other))
+                    for _ in range(pairs)
+                ]
+            )
+            assert found.is_faster() is is_faster
+            assert found.low < found.median < found.high
+            assert found.median == pytest.approx(other / 10, rel=0.05)
 
 
 def test_values_that_were_not_measured_are_left_out():

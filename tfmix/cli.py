@@ -27,7 +27,8 @@ EXIT_CODES_OF_RUN = """\
 exit codes:
   the script's own; of a comparison, that of the first run that fails, and no
   more runs are started
-  2 also if the words are wrong, or both runs would be in the same policy
+  2 also if the words are wrong, both runs would be in the same policy, or the
+  script ended without Keras 3
 """
 INTERRUPTED = 130  # what shells report for a program ended by Ctrl-C
 OK, UNHEALTHY, BAD_INPUT = 0, 1, 2
@@ -271,8 +272,9 @@ _COMPILE: _Options = {
     **_MODEL,
     "--target": {
         "default": "h200",
-        "help": "v100 to b200, v4 to v6e: `tfmix.hardware.targets()` (default: "
-        "h200)",
+        "help": "a GPU, v100 to b200, whose compiler is an extra of 3 GB: `pip "
+        "install '.[nvidia]'` in tfmix's folder; or a TPU, v4 to v6e: `.[tpu]` "
+        "(default: h200)",
     },
     "--batch-size": _ROWS,
     "--devices": {

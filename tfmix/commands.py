@@ -6,6 +6,7 @@ import importlib.util
 import json
 import pathlib
 import re
+import textwrap
 from typing import Any
 
 import keras
@@ -17,7 +18,7 @@ from tfmix.autocast import global_policy
 from tfmix.conversion import convert
 from tfmix.diagnostics import check, environment
 from tfmix.hardware import advice as advise
-from tfmix.hardware import compiling
+from tfmix.hardware import compiling, model_batches
 from tfmix.policy.devices import devices, suited_policy
 
 
@@ -69,13 +70,15 @@ def run_check(options: argparse.Namespace) -> Outcome:
         report = check.checked(
             model, x, y, loss=options.loss, policy=options.policy, rows=None
         )
-    except (TypeError, ValueError):
-        raise
     except Exception as error:
+        # Keras adds the values of all arguments to an error of a layer.
+        said, cut, _ = str(error).partition("Arguments received by")
+        if isinstance(error, TypeError | ValueError) and not cut:
+            raise
         # Each backend raises its own exceptions for data that do not fit.
         raise ValueError(
             f"The model could not be checked on {str(options.data)!r}: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {textwrap.shorten(said, 500)}"
         ) from error
     data = json.loads(report.to_json())
     if options.suggest:
@@ -100,9 +103,16 @@ def run_advise(options: argparse.Namespace) -> Outcome:
     # The state of an optimizer that was saved with the model counts, too.
     model = _loaded(options.model)
     shape = options.input_shape and tuple(options.input_shape)
-    advice = advise.advise(
-        model, options.batch_size, input_shape=shape, target=options.target
-    )
+    try:
+        advice = advise.advise(
+            model, options.batch_size, input_shape=shape, target=options.target
+        )
+    except model_batches.InputShapeError as error:
+        sizes = " ".join(map(str, error.example))
+        raise ValueError(
+            f"{error.text} Write the sizes of one row, as in `--input-shape "
+            f"{sizes}`."
+        ) from error
     return Outcome(advice, json.loads(advice.to_json()))
 
 
@@ -248,9 +258,18 @@ def read_batch(path: pathlib.Path, rows: int) -> tuple[Any, Any, int]:
 
 
 def arranged(x: Any, model: keras.Model) -> Any:
-    """Arranges named arrays in the structure of a model's inputs."""
+    """Arranges named arrays in the structure of a model's inputs.
+
+    Raises:
+        ValueError: If an array is missing, or has another shape than its input.
+    """
     inputs = getattr(model, "input", None)
-    if not isinstance(x, dict) or inputs is None:
+    if inputs is None:
+        return x
+    if not isinstance(x, dict):
+        tensors = keras.tree.flatten(inputs)
+        if len(tensors) == 1:
+            _check_shape(x, tensors[0])
         return x
     names = [tensor.name for tensor in keras.tree.flatten(inputs)]
     if missing := [name for name in names if name not in x]:
@@ -259,4 +278,25 @@ def arranged(x: Any, model: keras.Model) -> Any:
             f"arrays: {sorted(x)!r}. Save each by its input's name, or the "
             "only one as `x`."
         )
+    for tensor in keras.tree.flatten(inputs):
+        _check_shape(x[tensor.name], tensor)
     return keras.tree.map_structure(lambda tensor: x[tensor.name], inputs)
+
+
+def _check_shape(array: Any, tensor: keras.KerasTensor) -> None:
+    """Refuses an array whose rows do not have the shape of an input."""
+    sizes, expected = list(array.shape[1:]), list(tensor.shape[1:])
+    # Keras adds or drops a last axis of size 1.
+    for longer, shorter in ((sizes, expected), (expected, sizes)):
+        if len(longer) == len(shorter) + 1 and longer[-1] == 1:
+            longer.pop()
+    if len(sizes) != len(expected) or not all(
+        wanted in (None, size)
+        for size, wanted in zip(sizes, expected, strict=True)
+    ):
+        shape = ["rows", *("any" if n is None else n for n in tensor.shape[1:])]
+        raise ValueError(
+            f"The data do not fit the input {tensor.name!r}. Received: an "
+            f"array of shape {array.shape}. It must have the shape "
+            f"({', '.join(map(str, shape))}): save one with `numpy.savez`."
+        )

@@ -17,6 +17,7 @@ import types
 import keras
 import numpy as np
 import pytest
+from keras.src.saving.serialization_lib import SerializableDict
 
 import tfmix
 from tests import helpers
@@ -204,7 +205,6 @@ CONSTANTS = {
     "tensorflow.python.eager.record": {"VariableWatcher": type},
     "tensorflow.python.ops.control_flow_v2_func_graphs": {
         "ControlFlowFuncGraph": type,
-        "WhileBodyFuncGraph": type,
     },
     FUNCTION: {"Function": type},
     f"{FUNCTION}.Function": {"_run_functions_eagerly": property},
@@ -312,6 +312,7 @@ ATTRIBUTES = [
             keras.Variable: "_kernel",
             list: "_inbound_nodes _layers _losses _metrics _seed_generators "
             "_non_trainable_variables _trainable_variables",
+            SerializableDict: "_auto_config",
             set: "_loss_ids",
             str: "_parent_path _path",
             type(None): "_remat_mode",
@@ -406,7 +407,7 @@ ATTRIBUTES = [
 
 # The tests beside these names say what they mean.
 ELSEWHERE = {
-    # `f"_{name}"` is the function of an op: `ops/test_float32_ops.py`.
+    # `f"_{name}"` is the function of an op: `ops/test_stand_ins.py`.
     "_*",
     # This is a replica's copy: `step/test_replicas.py`.
     "_get",
@@ -419,7 +420,7 @@ ELSEWHERE = {
     # These are the operators: `ops/test_finite_constants.py`.
     "jax._src.array.ArrayImpl.*",
     # Classes of activations work in `static_call`:
-    # `ops/test_float32_ops.py`.
+    # `ops/test_stand_ins.py`.
     "keras.src.activations.activations",
 }
 

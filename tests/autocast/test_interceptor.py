@@ -83,7 +83,7 @@ def train():
 def test_the_guide_says_how_many_names_are_replaced(comparison):
     tfmix.set_global_policy("mixed_float16")
     train()
-    page = (ROOT / "docs/what-it-changes.md").read_text("utf-8")
+    page = (ROOT / "docs/how-it-works.md").read_text("utf-8")
     counts = re.search(r"(\d+) under TensorFlow, (\d+) under\s+JAX", page)
     of_backend = dict(zip(["tensorflow", "jax"], counts.groups(), strict=True))
     # `import tfmix` has replaced `compile` before.

@@ -121,6 +121,25 @@ def test_memory_is_the_size_of_variables_and_outputs():
     assert wide.activations == 2 * mixed.activations == 4 * 32 * 8
 
 
+@pytest.mark.parametrize(
+    ("layer", "of_step"),
+    [
+        # Gates and states, of which the last output is a part.
+        (layers.LSTM(12), 4 * 12 + 2 * 12),
+        (layers.LSTM(12, return_sequences=True), 4 * 12 + 2 * 12),
+        (layers.GRU(12), 3 * 12 + 12),
+        (layers.SimpleRNN(12), 12 + 12),
+        (layers.Bidirectional(layers.LSTM(12)), 2 * (4 * 12 + 2 * 12)),
+        (layers.RNN(PAIR), 4 * 4 + 2 * 4 + 3 * 5 + 5),
+    ],
+)
+def test_recurrent_layers_keep_gates_and_states_of_all_steps(layer, of_step):
+    memory = advise(sequential(layer, shape=(40, 3)), 32).memory
+    kept = memory["float32"].activations / 4
+    assert kept == 32 * 40 * of_step
+    assert memory["mixed_float16"].activations == 2 * kept
+
+
 def tokens():
     """A model with two inputs of any length, like those of KerasHub."""
     names = ("ids", "mask")
@@ -326,7 +345,10 @@ def test_a_small_model_gets_the_note_that_16_bit_gains_nothing(units, is_small):
     hidden = layers.Dense(units)
     model = sequential(hidden, layers.Dense(units))
     said = advise(model, 256, target="t4").fitting
-    assert ("16 bit would not be faster" in said) == is_small
+    why = (
+        "would not be faster: the products take less time than a kernel launch"
+    )
+    assert (why in said) == is_small
     assert ("faster is mixed_float16" in said) != is_small
 
 

@@ -32,6 +32,25 @@ def trained(wrapped=None, bad_steps=2):
     return wrapped
 
 
+def test_a_file_says_that_it_needs_tfmix(tmp_path, monkeypatch):
+    with tfmix.policy_scope("mixed_float16"):
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile(Wrapped("adam"), "mse")
+    model.optimizer.build(model.trainable_variables)
+    model.save(tmp_path / "model.keras")
+    load = keras.saving.load_model
+    assert type(load(tmp_path / "model.keras").optimizer) is Wrapped
+    # Keras has none of these classes in a process that did not import tfmix.
+    known = keras.saving.get_custom_objects()
+    for name in [*known]:
+        if name.startswith("tfmix>"):
+            monkeypatch.delitem(known, name)
+    with pytest.raises(TypeError, match="^Could not locate.*`import tfmix` fi"):
+        load(tmp_path / "model.keras")
+    plain = load(tmp_path / "model.keras", compile=False)
+    assert plain.layers[0].compute_dtype == "float16"
+
+
 def fresh(like):
     again = Wrapped.from_config(like.get_config())
     again.build(steps.variables())

@@ -1,274 +1,187 @@
-"""Recurrent layers without XLA: what their steps leave to the code around."""
+"""A value that a loop carries is a float32 sum over its steps."""
 
-import contextlib
-import itertools
-
-import keras
 import numpy as np
 import pytest
 from keras import layers, ops
 
 import tfmix
-from tests import helpers
-from tests.ops import test_gpu_products as gpu_products
-from tfmix._keras import tracing
+from tests import helpers, steps
+from tests.ops import against_float32
 
-if keras.backend.backend() == "tensorflow":
-    import tensorflow as tf
-else:
-    pytestmark = helpers.requires_backend("tensorflow")
-
+MODES = [*steps.MODES]
 POLICIES = "mixed_float16", "mixed_bfloat16"
-ROWS, STEPS, UNITS = 8, 5, 6
+STEPS = 1000
 
 
-class Cell(keras.Layer):
-    """A cell of a user: products, a bias, and weights that it multiplies by."""
+class Calls(layers.Layer):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
 
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.state_size = UNITS
-
-    def build(self, shape):
-        self.kernel = self.add_weight(shape=(shape[-1], UNITS))
-        self.recurrent = self.add_weight(shape=(UNITS, UNITS))
-        self.bias = self.add_weight(shape=(UNITS,))
-        self.scale = self.add_weight(shape=(1, UNITS), initializer="ones")
-        self.inner = layers.Dense(UNITS, use_bias=False)
-        self.inner.build((None, UNITS))
-
-    def call(self, x, states):
-        h = ops.matmul(x, self.kernel) + ops.matmul(states[0], self.recurrent)
-        h = ops.tanh(h + self.bias) * self.scale
-        h = h + 0.1 * self.inner(h)
-        return h, [h]
+    def call(self, x):
+        return self.function(x)
 
 
-class Changing(Cell):
-    """Its weights are others in each step."""
-
-    def call(self, x, states):
-        self.kernel.assign(self.kernel * 0.9)
-        return super().call(x, states)
+def next_scores(scores, emissions):
+    """Adds what a step of a hidden Markov model adds: log 5, if all are 0."""
+    pairs = scores[:, :, None] + ops.zeros((1, 5, 5), scores.dtype)
+    return ops.logsumexp(pairs, 1) + emissions
 
 
-class PerRow(Cell):
-    """Has weights for each row of a batch."""
-
-    def build(self, shape):
-        super().build(shape)
-        self.terms = self.add_weight(shape=(ROWS, UNITS))
-        self.matrices = self.add_weight(shape=(ROWS, UNITS, UNITS))
-
-    def call(self, x, states):
-        h, _ = super().call(x, states)
-        h = h * self.terms + self.terms
-        h = h + ops.einsum("bi,bij->bj", h, self.matrices)
-        return h, [h]
+def by_scan(x):
+    steps = ops.transpose(x, [1, 0, 2])
+    last, _ = ops.scan(
+        lambda scores, step: (next_scores(scores, step),) * 2,
+        steps[0],
+        steps[1:],
+    )
+    return ops.logsumexp(last, 1)
 
 
-def two_cells():
-    return layers.RNN([layers.LSTMCell(UNITS), layers.GRUCell(UNITS)])
+def by_fori_loop(x):
+    steps = ops.transpose(x, [1, 0, 2])
+    last = ops.fori_loop(
+        1,
+        steps.shape[0],
+        lambda n, scores: next_scores(scores, steps[n]),
+        steps[0],
+    )
+    return ops.logsumexp(last, 1)
 
 
-class Selecting(Cell):
-    """Multiplies another number of rows in each step."""
-
-    def call(self, x, states):
-        h, _ = super().call(x, states)
-        some = tf.boolean_mask(h, x[:, 0] > 0)
-        some = ops.matmul(some, self.recurrent) + self.bias
-        h = ops.tanh(h + 0.1 * ops.sum(some, axis=0, keepdims=True))
-        return h, [h]
+def by_python(x):
+    scores = x[:, 0]
+    for step in range(1, 50):
+        scores = next_scores(scores, x[:, step])
+    return ops.logsumexp(scores, 1)
 
 
-class WithScalars(Cell):
-    """Multiplies and adds scalar weights."""
-
-    def build(self, shape):
-        super().build(shape)
-        self.factor = self.add_weight(shape=(), initializer="ones")
-
-    def call(self, x, states):
-        h, _ = super().call(x, states)
-        h = h * (ops.max(x) * self.factor) + self.factor
-        return h, [h]
+def by_eulers_method(x):
+    return ops.fori_loop(
+        0, 1000, lambda n, y: y + ops.ones_like(y) * 1e-3, x[:, 0, 0] + 1
+    )
 
 
-SEQUENCE = (STEPS, 4)
-MODELS = {
-    "masked": (
-        [layers.Masking, lambda: layers.LSTM(UNITS)],
-        SEQUENCE,
-    ),
-    "any length": ([lambda: layers.LSTM(UNITS)], (None, 4)),
-    "backwards": (
-        [lambda: layers.GRU(UNITS, go_backwards=True, reset_after=False)],
-        SEQUENCE,
-    ),
-    "simple": ([lambda: layers.SimpleRNN(UNITS)], SEQUENCE),
-    "two cells": ([two_cells], SEQUENCE),
-    "own": ([lambda: layers.RNN(Cell())], SEQUENCE),
-    "changing": ([lambda: layers.RNN(Changing())], SEQUENCE),
-    "selecting": ([lambda: layers.RNN(Selecting())], SEQUENCE),
-    "with scalars": ([lambda: layers.RNN(WithScalars())], SEQUENCE),
-    "per row": ([lambda: layers.RNN(PerRow())], SEQUENCE),
-    "in a loop": (
-        [
-            lambda: layers.TimeDistributed(layers.LSTM(UNITS)),
-            lambda: layers.GRU(UNITS),
-        ],
-        (3, *SEQUENCE),
-    ),
-    "unrolled": ([lambda: layers.LSTM(UNITS, unroll=True)], SEQUENCE),
-    "convolution": (
-        [lambda: layers.ConvLSTM1D(UNITS, 3), layers.Flatten],
-        (STEPS, 7, 2),
-    ),
+def by_while_loop(x):
+    return ops.while_loop(
+        lambda n, y: n < 1000,
+        lambda n, y: (n + 1, y + 1e-3 * ops.ones_like(y)),
+        (0, x[:, 0, 0] + 1),
+    )[1]
+
+
+def by_associative_scan(x):
+    return ops.associative_scan(ops.add, x[:, :, 0] + 0.1, axis=1)[:, -1]
+
+
+def by_cumsum(x):
+    return ops.cumsum(ops.ones_like(x[:, :, 0]) * 1.609, 1)[:, -1]
+
+
+RUNNING = {
+    by_scan: STEPS * np.log(5),
+    by_fori_loop: STEPS * np.log(5),
+    by_python: 50 * np.log(5),
+    by_eulers_method: 2.0,
+    by_while_loop: 2.0,
+    by_associative_scan: 100.0,
+    by_cumsum: 1609.0,
 }
 
 
-def gradients(name, policy, for_gpu, is_second=False):
-    """Returns a model's gradients in a graph, or those of their squares."""
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("function", RUNNING)
+def test_a_running_value_of_1000_steps_is_that_of_float32(function, policy):
     tfmix.set_global_policy(policy)
-    keras.utils.set_random_seed(0)
-    make, shape = MODELS[name]
-    shape = (None if name == "any length" else ROWS, *shape)
-    model = keras.Sequential([keras.Input(batch_shape=shape)])
-    for layer in make:
-        model.add(layer())
+    layer = Calls(function)
+    x = ops.zeros((1, STEPS, 5))
+    # Keras's TensorFlow has that scan in eager mode alone.
+    is_eager = function is by_associative_scan
+    mode = MODES[0 if is_eager else 1]
+    found = steps.compiled(lambda x: layer(x), mode)(x)
+    # One factor of each step, and the result, may be rounded once.
+    within = 1e-3 if policy == "mixed_float16" else 1e-2
+    expected = RUNNING[function]
+    np.testing.assert_allclose(helpers.to_numpy(found), expected, rtol=within)
+    assert layer.compute_dtype == policy.removeprefix("mixed_")
+
+
+def of_a_weight(x, w):
+    return ops.fori_loop(0, 50, lambda n, y: y + ops.sin(x) * w, x * 0)
+
+
+def of_two_carries(x, w):
+    def step(carry, row):
+        total, product = carry
+        return (total + row * w, product * 1.01), (row, total)
+
+    (total, product), (rows, each) = ops.scan(step, (w * 0, w + 0), x)
+    return ops.sum(rows * each) + total + product
+
+
+def until_it_is_large(x, w):
+    return ops.while_loop(
+        lambda y: ops.max(y) < 30, lambda y: (y * 1.5 + w,), (x[:3],)
+    )
+
+
+LOOPS = [of_a_weight, of_two_carries]
+if not helpers.ON_JAX:
+    # JAX has no gradient of a loop whose end is not known.
+    LOOPS += [until_it_is_large]
+
+
+@pytest.mark.parametrize("mode", steps.MODES)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_gradients_through_a_loop_are_those_of_float32(loop, policy, mode):
     rng = np.random.default_rng(0)
-    x = rng.normal(size=(ROWS, *[n or STEPS for n in shape[1:]]))
-    x[:, -1] *= rng.integers(0, 2, (ROWS, *[1] * (x.ndim - 2)))
-
-    @tf.function(input_signature=[tf.TensorSpec(shape)])
-    def traced(x):
-        with contextlib.ExitStack() as tapes:
-            outer = tapes.enter_context(tf.GradientTape()) if is_second else 0
-            with tf.GradientTape() as tape:
-                out = ops.cast(model(x, training=True), "float32")
-                loss = ops.mean(ops.square(out - 0.3))
-            found = tape.gradient(loss, model.trainable_variables)
-            if not is_second:
-                return found
-            squares = sum(ops.sum(ops.square(one)) for one in found)
-        return outer.gradient(squares, model.trainable_variables)
-
-    platform = tracing.compiled_for("cuda" if for_gpu else "")
-    with platform:
-        return [np.asarray(g) for g in traced(tf.constant(x, "float32"))]
+    x = rng.uniform(0.3, 0.9, (40, 4)).astype("float32")
+    w = rng.uniform(0.3, 0.9, (4,)).astype("float32")
+    if mode == "xla":
+        pytest.skip("Keras's TensorFlow loops have no gradient under XLA")
+    against_float32.check(loop, x, w, policy, mode)
 
 
-def is_close(found, exact, limit):
-    for one, other in zip(found, exact, strict=True):
-        assert one.dtype == "float32"
-        error = np.abs(one - other).max() / np.abs(other).max()
-        assert error < limit
-
-
-QUICK = {("simple", True), ("convolution", True), ("own", True)}
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(
-    ("name", "for_gpu"),
-    helpers.quick_are(QUICK, itertools.product(MODELS, [True, False])),
-)
-def test_the_gradients_of_a_loops_weights_are_those_of_float32(
-    name, policy, for_gpu
-):
-    exact = gradients(name, "float32", for_gpu=False)
-    found = gradients(name, policy, for_gpu)
-    is_close(found, exact, 0.01 if policy == POLICIES[0] else 0.06)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["backwards", "own", "per row"])
-def test_second_gradients_through_a_loop_are_those_of_float32(name):
-    exact = gradients(name, "float32", for_gpu=False, is_second=True)
-    found = gradients(name, "mixed_float16", True, is_second=True)
-    is_close(found, exact, 0.02)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(
-    ("make", "shape"),
-    [
-        (lambda: layers.LSTM(UNITS), (3, STEPS, 4)),
-        (lambda: layers.GRU(UNITS), (3, STEPS, 4)),
-        (lambda: layers.ConvLSTM1D(UNITS, 3), (3, STEPS, 7, 4)),
-    ],
-)
-def test_the_steps_of_a_loop_round_no_weight_and_keep_none(make, shape, policy):
-    tfmix.set_global_policy(policy)
-    model = keras.Sequential([make()])
-    model.build(shape)
-    step = gpu_products.gradients_of(model)
-    with tracing.compiled_for("cuda"):
-        graph = step.get_concrete_function(tf.zeros(shape)).graph
-    bodies = bodies_of(graph)
-    assert len(bodies) == 2
-    weights = {tuple(v.shape) for v in model.trainable_variables}
-    for body in bodies:
-        for op in gpu_products.operations(body, set()):
-            made = {
-                (tuple(x.shape), x.dtype) for x in op.outputs if x.shape.rank
-            }
-            sizes = {size for size, _ in made}
-            assert op.type != "TensorListPopBack" or not sizes & weights
-            # A power of two multiplies the sum of all steps.
-            assert op.type not in ("Mul", "ReadVariableOp") or not (
-                sizes & weights
-            )
-            narrow = {size for size, dtype in made if dtype.size == 2}
-            assert op.type != "Cast" or not narrow & weights
-
-
-def bodies_of(graph):
-    """Returns the graphs of the bodies of all loops in a graph."""
-    return [
-        graph._get_function(op.get_attr("body").name).graph
-        for op in gpu_products.operations(graph, set())
-        if "While" in op.type
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("for_gpu", [True, False])
-def test_a_graph_with_a_loop_has_a_jacobian(for_gpu):
-    found = {}
-    for policy in ("float32", "mixed_float16"):
-        tfmix.set_global_policy(policy)
-        keras.utils.set_random_seed(0)
-        model = keras.Sequential([layers.LSTM(3)])
-        x = np.random.default_rng(0).normal(size=(2, STEPS, 4))
-        x = tf.constant(x, "float32")
-        model(x)
-
-        @tf.function
-        def jacobian(x, model=model):
-            with tf.GradientTape(persistent=True) as tape:
-                tape.watch(x)
-                out = tf.cast(model(x, training=True), "float32")
-            weight = model.trainable_variables[1].value
-            return tape.batch_jacobian(out, x), tape.jacobian(out, weight)
-
-        with tracing.compiled_for("cuda" if for_gpu else ""):
-            found[policy] = [np.asarray(each) for each in jacobian(x)]
-    is_close(found["mixed_float16"], found["float32"], 0.01)
-
-
-def test_the_activations_of_a_step_stay_in_float32_until_its_results():
+@pytest.mark.parametrize("mode", steps.MODES)
+def test_a_carry_is_float32_and_an_integer_stays_one(mode):
     tfmix.set_global_policy("mixed_float16")
-    model = keras.Sequential([layers.LSTM(UNITS)])
-    model.build((3, STEPS, 4))
-    step = gpu_products.gradients_of(model)
-    with tracing.compiled_for("cuda"):
-        graph = step.get_concrete_function(tf.zeros((3, STEPS, 4))).graph
-    casts = [
-        sum(op.type == "Cast" for op in gpu_products.operations(body, set()))
-        for body in bodies_of(graph)
-    ]
-    # The gates together, and the state; the same on the way back, where the
-    # gradients of three weights are cast.
-    assert casts == [4 + 3, 4]
+    x = ops.cast(np.ones(3), "float16")
+
+    def run(x):
+        count, total = ops.while_loop(
+            lambda n, y: n < 3, lambda n, y: (n + 1, y + x), (0, x)
+        )
+        last, each = ops.scan(lambda c, row: (c + row, row * 2), x[0], x)
+        return count, total, last, each
+
+    found = steps.compiled(run, mode)(x)
+    dtypes = [helpers.dtype_of(one) for one in found]
+    # Keras's TensorFlow collects what a step returns in the carry's dtype.
+    result = "float16" if helpers.ON_JAX else "float32"
+    assert dtypes == ["int32", "float32", "float32", result]
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "float32"])
+def test_what_vectorized_map_multiplies_by_gets_its_gradient(policy):
+    def mapped(x, w):
+        return ops.vectorized_map(lambda row: row * w, x)
+
+    ones = np.ones((8, 4), "float32")
+    _, gradient, _ = against_float32.results(policy, mapped, ones, ones[0])
+    weights = np.cos(np.arange(32)).reshape(8, 4).sum(0)
+    np.testing.assert_allclose(gradient, weights, atol=5e-3)
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_tensorflows_vectorized_map_multiplies_by_gets_its_gradient(
+    policy,
+):
+    import tensorflow as tf
+
+    def mapped(x, w):
+        return tf.vectorized_map(lambda row: row * w, x)
+
+    ones = np.ones((8, 4), "float32")
+    against_float32.check(mapped, ones, ones[0], policy)

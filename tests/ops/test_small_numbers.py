@@ -242,10 +242,3 @@ def test_a_layer_may_differentiate_by_a_tensor_in_between(
         largest = np.abs(expected).max()
         rounded = 4 * ROUNDED[name.removeprefix("mixed_")]["rtol"] * largest
         np.testing.assert_allclose(actual, expected, atol=rounded, rtol=0)
-
-
-def test_unused_float32_values_are_not_computed():
-    tfmix.set_global_policy("mixed_float16")
-    x = ops.cast(np.ones((2, 3)), "float16")
-    assert helpers.dtype_of(ops.square(x)) == "float16"
-    assert helpers.dtype_of(ops.log(x * x)) == "float16"

@@ -3,7 +3,7 @@
 from tests.tree import ROOT
 from tfmix.policy import float32_layers
 
-PAGE = ROOT / "docs" / "levels.md"
+PAGE = ROOT / "docs" / "coming-from" / "others.md"
 
 
 def table():

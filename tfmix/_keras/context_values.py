@@ -35,8 +35,6 @@ class Block:
         fit: The callback that reports the skipped steps of the `fit` around,
             `None` outside of one.
         in_loop: Whether the code runs in each step of a loop.
-        loop: What reads the weights of that loop before it, `None` if each
-            step does.
         in_map: Whether TensorFlow converts the code to run for all rows.
         may_fall_back: Whether a user's layer is tried in 16 bit, and falls back
             to float32 if that fails.
@@ -61,7 +59,6 @@ class Block:
     unasked: Any = None
     fit: Any = None
     in_loop: bool = False
-    loop: Any = None
     in_map: bool = False
     may_fall_back: bool = False
     is_float32_code: bool = False

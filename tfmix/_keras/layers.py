@@ -43,13 +43,14 @@ class Marks:
     """Everything that tfmix stores on one layer.
 
     Attributes:
-        by_policy: Whether the policy chose the dtype rather than the user.
+        origin: Where its dtype comes from, "" if nothing was noted. See
+            `dtype_origin`.
         float8: Why it does not multiply in float8, "" if it does; `None` if
             that has not been decided.
         methods: The owner of the wrapped methods.
     """
 
-    by_policy: bool = False
+    origin: str = ""
     float8: str | None = None
     methods: Any = None
 
@@ -72,11 +73,60 @@ def mark(layer: keras.Layer, **values: Any) -> None:
         del vars(layer)[_MARKS]
 
 
+# `dtype_origin` returns one of these, or "" if it does not know.
+CODE, DEFAULT, FILE = "code", "default", "file"
+# Each configuration of a layer has these, and hardly any line of code all.
+_OF_CONFIGURATION = {"name", "trainable", "dtype"}
+
+
+def dtype_origin(layer: keras.Layer) -> str:
+    """Returns where a layer's dtype comes from.
+
+    Returns:
+        `CODE` if somebody wrote `dtype="..."`, `DEFAULT` if the layer was made
+        without a dtype, `FILE` if it was made from a configuration, which names
+        a dtype always. It is "" if that is not known.
+    """
+    if noted := marks(layer).origin:
+        return noted
+    # Keras keeps the arguments of the constructor, if all are plain values.
+    kept = getattr(layer, "_auto_config", None)
+    if kept is None:
+        return ""
+    return origin_of(kept.config | {"name": layer.name})
+
+
+def origin_of(arguments: Mapping[str, Any]) -> str:
+    """Returns the origin of a dtype, from the arguments of a constructor."""
+    dtype = arguments.get("dtype")
+    if dtype is None:
+        return DEFAULT
+    if arguments.keys() >= _OF_CONFIGURATION:
+        return FILE
+    # An object is mostly the policy of the layer around, handed on.
+    return CODE if isinstance(dtype, str) else ""
+
+
 def is_structure(layer: Any) -> bool:
     """Returns whether a layer only connects others: Sequential, Functional."""
     # A subclass with its own `call` may compute anything.
     own = keras.Sequential.call, functional.Functional.call
     return getattr(type(layer), "call", None) in own
+
+
+# These end a model in numbers whose small digits count.
+_LAST_ACTIVATIONS = ("softmax", "sigmoid", "exponential")
+
+
+def last_activation(layer: keras.Layer) -> str | None:
+    """Returns the name of a softmax, sigmoid or exponential that ends a layer.
+
+    It is `None` for other layers.
+    """
+    if isinstance(layer, keras.layers.Softmax):
+        return "softmax"
+    name = getattr(getattr(layer, "activation", None), "__name__", None)
+    return name if name in _LAST_ACTIVATIONS else None
 
 
 def is_graph(layer: Any) -> bool:

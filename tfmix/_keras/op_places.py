@@ -22,6 +22,7 @@ BACKEND_OPS = getattr(backend, "ops", backend)
 # The public ops prefer this order: `tanh` is in `numpy` and `nn`, and Keras
 # 3.12 has a second, unused `norm` in `math`.
 _THEMES = ("linalg", "numpy", "nn", "math", "image")
+_PUBLIC = (keras.ops, keras.ops.image, keras.activations)
 # The functions of these modules call other ops of Keras.
 COMPOSED = frozenset(
     module.__name__
@@ -31,12 +32,14 @@ COMPOSED = frozenset(
 # These make tensors of a dtype from numbers, or return their argument. No other
 # function of that module (loops, branches) takes a dtype.
 CONVERSIONS = ("cast", "convert_to_tensor", "stop_gradient")
-# It runs a function of its caller for each row.
-MAP = "vectorized_map"
-# The other ops of that module. The rest are loops and branches.
+# These run a function of their caller.
+WITH_FUNCTIONS = frozenset(
+    ("scan", "fori_loop", "while_loop", "associative_scan", "vectorized_map")
+)
+# The other ops of that module. The rest are branches.
 _OF_CORE = (
     *("slice", "slice_update", "scatter", "scatter_update", "unstack"),
-    MAP,
+    *sorted(WITH_FUNCTIONS),
 )
 _CORE: replacing.Place = (
     BACKEND_OPS if hasattr(BACKEND_OPS, "core") else backend,
@@ -87,6 +90,18 @@ if keras.backend.backend() == "tensorflow":
         (tf, "where"): "where",
         (tf, "constant"): "convert_to_tensor",
         (tf, "cast"): "cast",
+        (tf, "vectorized_map"): "vectorized_map",
+        # An epsilon below float16's numbers stands in these.
+        **{
+            (module, name): op
+            for module in (tf, tf.math)
+            for name, op in (("maximum", "maximum"), ("minimum", "minimum"))
+        },
+        (tf, "clip_by_value"): "clip",
+        **{
+            (module, "l2_normalize"): "normalize"
+            for module in (tf.math, tf.nn, tf.linalg)
+        },
     }
 else:
     import jax
@@ -109,13 +124,13 @@ OPERATORS: dict[replacing.Place, tuple[str, bool]] = {
 
 def is_op(name: str) -> bool:
     """Returns whether a rule can have this name of an op or activation."""
-    public = hasattr(keras.ops, name) or hasattr(keras.activations, name)
+    public = any(hasattr(module, name) for module in _PUBLIC)
     return public and name not in CONVERSIONS and bool(targets(name))
 
 
 def op_names() -> list[str]:
     """Returns the sorted names of all ops that a rule can have."""
-    public = {*dir(keras.ops), *dir(keras.activations)}
+    public = {name for module in _PUBLIC for name in dir(module)}
     return sorted(n for n in public if not n.startswith("_") and is_op(n))
 
 

@@ -15,6 +15,8 @@ from tfmix._keras import context_values, global_state, replacing, tracing
 CUSTOM: tuple[replacing.Place, ...] = ()
 # TensorFlow calls this to form gradients by a tape.
 GRADIENTS: tuple[replacing.Place, ...] = ()
+# TensorFlow calls this to form gradients of a graph.
+OF_GRAPHS: tuple[replacing.Place, ...] = ()
 # TensorFlow calls this to find the trace of a `tf.function` for a call.
 TRACE: tuple[replacing.Place, ...] = ()
 if keras.backend.backend() == "tensorflow":
@@ -37,6 +39,7 @@ if keras.backend.backend() == "tensorflow":
         (custom_gradient, "_graph_mode_decorator"),
     )
     GRADIENTS = ((imperative_grad, "imperative_grad"),)
+    OF_GRAPHS = ((gradients_util, "_GradientsHelper"),)
     TRACE = ((function_context, "make_function_context"),)
 
 # A graph holds its own gradient functions under this name.
@@ -175,8 +178,23 @@ def noting_sources(original: Callable) -> Callable:
     def gradients(
         tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        with context_values.holding(asked=frozenset(map(id, sources))):
+        asked = frozenset(map(id, sources))
+        with context_values.holding(asked=asked, rules=context_values.NO_RULES):
             return original(tape, target, sources, *args, **kwargs)
+
+    return gradients
+
+
+def without_rules(original: Callable) -> Callable:
+    """Forms the gradients of a graph by TensorFlow's own arithmetic.
+
+    A gradient that a wide op computed would not have its tensor's dtype.
+    """
+
+    @functools.wraps(original)
+    def gradients(*args: Any, **kwargs: Any) -> Any:
+        with context_values.holding(rules=context_values.NO_RULES):
+            return original(*args, **kwargs)
 
     return gradients
 

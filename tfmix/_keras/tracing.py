@@ -13,7 +13,6 @@ from tfmix._keras import context_values, global_state, replacing
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
-    from tensorflow.python.ops import control_flow_v2_func_graphs
 else:
     import jax
     import jax.extend.core
@@ -108,13 +107,6 @@ def trace() -> Any:
     if tf.executing_eagerly():
         return EAGER
     return weakref.ref(tf.compat.v1.get_default_graph())
-
-
-def is_body_in(graph: Any) -> bool:
-    """Returns whether the traced code is the body of a loop in this graph."""
-    body = tf.compat.v1.get_default_graph()
-    kind = control_flow_v2_func_graphs.WhileBodyFuncGraph
-    return isinstance(body, kind) and body.outer_graph is graph
 
 
 def is_made_in(function: Any, tensor: Any) -> bool:

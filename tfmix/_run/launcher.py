@@ -52,31 +52,37 @@ def run(
     if against is None:
         return _become(words, *asked, printed)
     folder = pathlib.Path(tempfile.mkdtemp(prefix="tfmix-run-"))
-    *first, last = [(against, True), asked] * repeat
+    runs = [(against, True), asked] * repeat
     files: list[str] = []
-    for number, (name, is_asked) in enumerate(first, 1):
-        _announce(number, len(first) + 1, name)
-        files.append(str(folder / f"{number}.json"))
-        quiet = {"file": files[-1], "is_quiet": True}
+    for number, (name, is_asked) in enumerate(runs, 1):
+        _announce(number, len(runs), name)
+        # Both runs of a pair begin with one seed, and other pairs with others.
+        settings: dict[str, Any] = {"seed": (number - 1) // 2}
         if number == 1:
             # It ends before its first step if the next one is in its policy.
-            quiet["then"] = asked
-        code = _wait(words, name, is_asked, quiet)
-        report = _read(files[-1])
-        if "refused" in report:
-            code = _refuse(report, against)
-        elif code:
+            settings["then"] = asked
+        elif number == 2:
+            # It ends after that if its layers are those of the first one.
+            settings["first"] = files[0]
+        if number == len(runs):
+            break
+        files.append(str(folder / f"{number}.json"))
+        settings |= {"file": files[-1], "is_quiet": True}
+        code = _wait(words, name, is_asked, settings)
+        is_silent = "error" in _read(files[-1])
+        if is_silent and file is not None:
+            shutil.copy(files[-1], file)
+        if code or is_silent:
+            why = f"ended with exit code {code}" if code else "has no report"
             print(
-                f"tfmix run: this run ended with exit code {code}, so there "
-                "are no more and no comparison.",
+                f"tfmix run: this run {why}, so there are no more and no "
+                "comparison.",
                 file=sys.stderr,
             )
-        # A script without Keras, which the run has said, writes no report.
-        if code or not report:
             shutil.rmtree(folder)
-            return code
-    _announce(len(first) + 1, len(first) + 1, last[0])
-    return _become(words, *last, {**printed, "before": files})
+            return code or FAILED
+    settings |= {**printed, "before": files}
+    return _become(words, name, is_asked, settings)
 
 
 def _announce(number: int, of: int, policy: str) -> None:
@@ -89,29 +95,24 @@ def _read(file: str) -> dict[str, Any]:
     return json.loads(path.read_text("utf-8")) if path.exists() else {}
 
 
-def _refuse(report: dict[str, Any], against: str) -> int:
-    """Says why two runs cannot be compared; returns the exit code."""
-    other = "mixed_bfloat16" if against == "float32" else "float32"
-    print(
-        f"tfmix run: error: both runs would be in {report['refused']} "
-        f"({report['why']}). Name another policy, as in `tfmix run --policy "
-        f"{other} --against {against} ...`.",
-        file=sys.stderr,
-    )
-    return FAILED
-
-
 def _command(
     words: Sequence[str], policy: str, is_asked: bool, settings: dict[str, Any]
 ) -> tuple[list[str], dict[str, str]]:
     """Returns a command line and its environment."""
     paths = [str(_STARTUP), os.environ.get("PYTHONPATH", "")]
+    # The first process of the run that uses Keras removes this file.
+    handle, unused = tempfile.mkstemp(prefix="tfmix-run-")
+    os.close(handle)
+    settings = {**settings, "is_asked": is_asked, "unused": unused}
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "TFMIX_POLICY": policy,
-        "TFMIX_RUN": json.dumps({**settings, "is_asked": is_asked}),
+        "TFMIX_RUN": json.dumps(settings),
     }
+    if "seed" in settings:
+        # The order of a set of words then is the same, too.
+        environment.setdefault("PYTHONHASHSEED", str(settings["seed"]))
     return [sys.executable, *words], environment
 
 

@@ -13,6 +13,8 @@ from tfmix._run import verdict
 # A smaller difference in memory is no reason to choose a policy, and a smaller
 # one between losses is no reason against it.
 _SMALLER, _OTHER_LOSS = 0.9, 0.05
+# Runs that differ by less have the same seed, or do not depend on it.
+_ALIKE = 1e-3
 _UNKNOWN = "-"
 
 
@@ -33,13 +35,13 @@ class Run:
     cause: str  # the likeliest cause of skipped steps, or ""
     milliseconds: float | None  # the median time of a step, without the first
     timed: int  # the steps of that median
-    blocks: list[list[float]]  # the same of blocks of steps, see `verdict`
+    blocks: list[float]  # the same of blocks of steps, see `verdict`
     first_seconds: float | None  # the time of the first step
     peak_bytes: int | None
-    loss: float | None  # the loss of the last step
+    loss: float | None  # the mean loss of the last tenth of the steps
     float32_layers: dict[str, int]  # their number by class
     layers: int  # the number of layers that compute
-    float32_ops: tuple[str, ...]
+    layer_dtype: str  # in which most layers with weights compute, or ""
     fallen: tuple[str, ...]  # layers that fell back, each with the reason
 
     def is_float32(self) -> bool:
@@ -72,11 +74,7 @@ class Run:
             name if count == 1 else f"{count} {name}"
             for name, count in self.float32_layers.items()
         )
-        kept = f"{total} of {self.layers} layers" + f" ({kinds})" * bool(kinds)
-        if self.float32_ops:
-            shown = self.float32_ops[0]
-            kept += f", and {len(self.float32_ops)} ops, such as {shown}"
-        return kept
+        return f"{total} of {self.layers} layers" + f" ({kinds})" * bool(kinds)
 
 
 def _milliseconds(value: float) -> str:
@@ -94,7 +92,7 @@ _ROWS: tuple[tuple[str, Callable[[Run], Any], Callable[[Any], str]], ...] = (
         lambda run: run.peak_bytes and run.peak_bytes / 2**20,
         "{:,.0f}".format,
     ),
-    ("last loss", lambda run: run.loss, "{:.4g}".format),
+    ("loss, last tenth", lambda run: run.loss, "{:.4g}".format),
 )
 
 
@@ -127,10 +125,12 @@ class Report(_tables.Printed):
         ]
         rows = [row for row in rows if set(row[1:]) != {_UNKNOWN}]
         notes = [note for *_, run in columns for note in run.notes()]
-        if self.others:
-            notes.append(self.verdict())
         heads = ["", *(runs[-1].policy for runs in columns)]
         title = f"tfmix run: {self.script}"
+        if self.others:
+            title += f". {self.verdict()}"
+        elif self.runs[-1].is_cpu:
+            title += f". {_CPU}"
         return [_tables.Table(heads, rows, title, notes)]
 
     def to_dict(self) -> dict[str, Any]:
@@ -161,27 +161,33 @@ class Report(_tables.Printed):
         return verdict.compare([(a.blocks, b.blocks) for a, b in pairs])
 
     def verdict(self) -> str:
-        """Returns some sentences on whether 16 bit is worth it."""
+        """Returns some sentences on whether 16 bit is worth it.
+
+        A CPU shows whether the losses agree, but not what a GPU gains.
+        """
         (*_, narrow), (*_, wide) = self._sides()
         if narrow.policy == wide.policy:
             return f"Both ran in {wide.policy}, so there is nothing to compare."
-        text = self._on_time(narrow, wide) + _saved(narrow, wide)
+        losses = _losses(*self._sides())
         if narrow.is_cpu:
-            text += " A CPU says nothing about a GPU."
+            return f"{losses} {_CPU}{self._on_cpu(wide)}"
         if _is_lost(narrow) and not _is_lost(wide):
-            return (
-                f"Not worth it as it is: the last loss in {narrow.policy} is "
-                f"{narrow.loss}, in {wide.policy} {wide.loss:.4g}."
-            )
-        return text + _losses(*self._sides())
+            return losses
+        return f"{self._on_time(narrow, wide)}{_saved(narrow, wide)} {losses}"
+
+    def _on_cpu(self, wide: Run) -> str:
+        speedup = self.speedup()
+        return f" Here: {speedup} times as fast as {wide.policy}." * bool(
+            speedup
+        )
 
     def _on_time(self, narrow: Run, wide: Run) -> str:
         speedup = self.speedup()
         if speedup is None:
             timed = min(run.timed for run in (*self.runs, *self.others))
             return (
-                f"{_NO_DIFFERENCE}: {timed} steps were timed, and it takes "
-                f"{verdict.LEAST_STEPS} in each run."
+                f"{_NO_DIFFERENCE}: it takes {verdict.LEAST_STEPS} steps, and "
+                f"{timed} were timed after the first."
             )
         times = f"{speedup} times as fast as {wide.policy}"
         if speedup.is_faster():
@@ -193,6 +199,7 @@ class Report(_tables.Printed):
 
 
 _NO_DIFFERENCE = "No difference that this run can show"
+_CPU = "The time on a CPU does not forecast that on a GPU."
 
 
 def _reason(narrow: Run) -> str:
@@ -216,23 +223,46 @@ def _is_lost(run: Run) -> bool:
 
 
 def _losses(narrow: Sequence[Run], wide: Sequence[Run]) -> str:
-    """Compares the last losses, with their spread if there are several."""
+    """Compares the losses, with their spread if there are several."""
     ours, theirs = (
         [run.loss for run in runs if run.loss is not None]
         for runs in (narrow, wide)
     )
     if not ours or not theirs:
-        return ""
-    gap = float(np.median(ours) - np.median(theirs))
+        return "No loss is known to compare."
+    mine, other = float(np.median(ours)), float(np.median(theirs))
+    gap = mine - other
     if not math.isfinite(gap):
-        return " The last loss of a run is not finite."
-    text = f" The last losses differ by {gap:+.2g}"
-    spread = max(np.ptp(ours), np.ptp(theirs)) if len(ours) > 1 else 0.0
-    if abs(gap) <= max(_OTHER_LOSS * abs(float(np.median(theirs))), spread):
-        return f"{text}."
-    if len(ours) > 1:
-        return f"{text}, more than runs of one policy do."
-    return f"{text}; two runs with other seeds may differ as much: try a few."
+        if math.isfinite(other):
+            return (
+                f"Not worth it as it is: the loss in {narrow[-1].policy} is "
+                f"{mine} at the end, in {wide[-1].policy} {other:.4g}."
+            )
+        return f"The loss in {wide[-1].policy} is {other} at the end."
+    by = f"by {gap:+.2g}"
+    if abs(gap) <= _OTHER_LOSS * abs(other):
+        return f"The losses agree: they differ {by}."
+    if len(narrow) == 1:
+        return (
+            f"The losses differ {by}; with other seeds they may as well agree: "
+            "add `--repeat 3`."
+        )
+    spread = float(max(np.ptp(ours), np.ptp(theirs)))
+    if spread <= _ALIKE * abs(other):
+        return (
+            f"The losses differ {by}. The runs of one policy are all alike, as "
+            "with a seed that the script sets, so they say nothing about other "
+            "seeds: change it and compare again."
+        )
+    if abs(gap) <= spread:
+        return (
+            f"The losses agree: they differ {by}, those of one policy by "
+            f"{spread:.2g}."
+        )
+    return (
+        f"The losses differ {by}, more than those of one policy with other "
+        f"seeds, {spread:.2g}."
+    )
 
 
 def _cell(values: Sequence[Any], form: Callable[[Any], str]) -> str:

@@ -7,7 +7,6 @@ import inspect
 import json
 import os
 import pathlib
-import shutil
 import sys
 import types
 import weakref
@@ -37,13 +36,16 @@ class Settings:
     file: str | None = None  # the file for the report as JSON
     is_json: bool = False  # true if JSON is printed instead of a table
     # The files of the runs to compare with and of those like this one, in
-    # turns, as they ran. They are in one folder, which the last run removes.
+    # turns, as they ran. `sitecustomize` removes their folder at the end.
     before: tuple[str, ...] = ()
     is_quiet: bool = False  # true if a later run will print
     is_asked: bool = True  # true if it replaces the script's own policies
     # The policy of the next run, and whether that one is asked for.
     then: tuple[str, bool] | None = None
+    first: str | None = None  # the file of the first run, for the second one
+    seed: int | None = None  # what Python, NumPy and TensorFlow begin with
     process: int | None = None  # the process that `tfmix run` started
+    unused: str | None = None  # a file to remove once Keras is used
 
 
 def begin() -> None:
@@ -54,6 +56,16 @@ def begin() -> None:
         _Session(name, settings).begin()
     except ValueError as error:
         raise ValueError(f"{error} It is what {POLICY} says.") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """What is known of a layer of a model that trained."""
+
+    kind: str
+    dtype: str  # the compute dtype
+    has_weights: bool
+    fallen: str  # why it fell back, or ""
 
 
 class _Watch(skip_report.SkipWatch):
@@ -87,9 +99,12 @@ class _Session:
         self._layers: weakref.WeakKeyDictionary[Any, None] = (
             weakref.WeakKeyDictionary()
         )
-        # What is known of each layer of the models that trained.
-        self._found: dict[tuple, tuple[str, str, str]] = {}
-        self._steps = steps.Steps(self._refuse, self._look_at_layers)
+        # The layers of the models that trained, by model and place in it.
+        self._found: dict[tuple, _Layer] = {}
+        self._steps = steps.Steps(self._before_first, self._after_first)
+        self._is_started_here = settings.process == self._process
+        self._unused = settings.unused
+        self._first = settings.first if self._is_started_here else None
         self._is_refused = False
         self.cause = ""
 
@@ -146,12 +161,20 @@ class _Session:
         def __init__(layer: Any, *args: Any, **kwargs: Any) -> None:
             original(layer, *args, **kwargs)
             self._layers[layer] = None
+            self._use()
 
         vars(__init__)["__signature__"] = inspect.signature(original)
         return __init__
 
-    def _refuse(self) -> None:
-        """Ends a comparison of two equal runs before its first step."""
+    def _use(self) -> None:
+        """Notes for the process that `tfmix run` started that Keras is used."""
+        if self._unused is not None:
+            pathlib.Path(self._unused).unlink(missing_ok=True)
+            self._unused = None
+
+    def _before_first(self) -> None:
+        """Ends a comparison of two equal policies before its first step."""
+        self._use()
         if not self._settings.then:
             return
         asked, is_asked = self._settings.then
@@ -160,10 +183,46 @@ class _Session:
         if not is_asked:
             then, why = self._of_script(asked)
         if _name(then) == _name(policy):
-            data = {"refused": _name(then), "why": why}
-            pathlib.Path(str(self._settings.file)).write_text(json.dumps(data))
-            self._is_refused = True
-            raise SystemExit(2)
+            other = "mixed_bfloat16" if self._asked == "float32" else "float32"
+            self._refuse(
+                f"both runs would be in {_name(then)} ({why}). Name another "
+                f"policy, as in `tfmix run --policy {other} --against "
+                f"{self._asked} ...`."
+            )
+
+    def _after_first(self) -> None:
+        """Ends a comparison of equal layers after the first step."""
+        self._look_at_layers()
+        if self._first is None:
+            return
+        other, self._first = _read(self._first), None
+        mine, dtype = self._policy_and_reason()[0], self._dtype_of_layers()
+        wanted = [
+            name
+            for name, asked in (
+                (_name(mine), mine.compute_dtype),
+                (other.policy, other.dtype),
+            )
+            if asked != dtype
+        ]
+        if dtype and dtype == other.layer_dtype and wanted:
+            self._refuse(
+                f"most layers compute in {dtype} in both runs. A layer that "
+                "comes from a file, or has a dtype of its own, does not follow "
+                "the policy. Convert the model in the script: "
+                f"`tfmix.apply_policy(model, {wanted[0]!r})`."
+            )
+
+    def _refuse(self, error: str) -> None:
+        print(f"tfmix run: error: {error}", file=sys.stderr)
+        self._write({**report.Report(_script(), ()).to_dict(), "error": error})
+        self._is_refused = True
+        raise SystemExit(2)
+
+    def _write(self, data: dict[str, Any]) -> None:
+        if self._settings.file:
+            text = json.dumps(data, indent=2)
+            pathlib.Path(self._settings.file).write_text(text, "utf-8")
 
     def _look_at_layers(self) -> None:
         """Notes the layers of each model that trains, while they exist.
@@ -181,58 +240,64 @@ class _Session:
                     continue
                 seen.add(id(layer))
                 kind, why = type(layer).__name__, fallback.reason(layer)
-                self._found[model.name, place, kind, layer.name] = (
-                    kind,
-                    layer.compute_dtype,
-                    f"{layer.name} fell back: {why}" if why else "",
+                self._found[model.name, place, kind, layer.name] = _Layer(
+                    kind=kind,
+                    dtype=layer.compute_dtype,
+                    has_weights=bool(layer.weights),
+                    fallen=f"{layer.name} fell back: {why}" if why else "",
                 )
 
+    def _dtype_of_layers(self) -> str:
+        """Returns the dtype of most layers with weights, or ""."""
+        found = self._found.values()
+        count = Counter(each.dtype for each in found if each.has_weights)
+        return max(count, key=count.__getitem__, default="")
+
     def _end(self) -> None:
-        if os.getpid() != self._process or self._is_refused:
+        if os.getpid() != self._process:
             # A forked process did not begin here.
             return
         try:
-            self._report()
+            if not self._is_refused:
+                self._report()
         except Exception as error:
             # The error that ended the script may also break a measurement.
             print(f"tfmix run: no report: {error!r}", file=sys.stderr)
 
     def _report(self) -> None:
+        settings, is_started_here = self._settings, self._is_started_here
+        if is_started_here and os.path.exists(settings.unused or ""):
+            # `sitecustomize` says why there is nothing to report.
+            return
         measured = self._measured()
-        settings = self._settings
-        is_started_here = settings.process == os.getpid()
         if not (is_started_here or measured.steps):
             # The process only loads data, or does not train at all.
             return
-        name = os.path.basename(sys.argv[0]) if sys.argv else ""
         before = list(map(_read, settings.before)) if is_started_here else []
         made = report.Report(
-            name, (*before[1::2], measured), tuple(before[::2])
+            _script(), (*before[1::2], measured), tuple(before[::2])
         )
-        text = json.dumps(made.to_dict(), indent=2)
-        if settings.file and is_started_here:
-            pathlib.Path(settings.file).write_text(text, "utf-8")
+        data = made.to_dict()
+        if is_started_here:
+            self._write(data)
         if settings.is_quiet:
             return
         sys.stdout.flush()
         if settings.is_json:
-            print(text, file=sys.stderr)
+            print(json.dumps(data, indent=2), file=sys.stderr)
         else:
             rich.console.Console(stderr=True).print(made)
-        for path in settings.before[:1]:
-            shutil.rmtree(os.path.dirname(path))
 
     def _measured(self) -> report.Run:
         self._look_at_layers()
         policy, why = self._policy_and_reason()
         found = list(self._found.values())
-        kinds = Counter(kind for kind, dtype, _ in found if dtype == "float32")
+        kinds = Counter(each.kind for each in found if each.dtype == "float32")
         here = devices()
         group = self._steps.longest()
         last = self._steps.last
         is_fast = any(vars(each).get(policy.compute_dtype) for each in here)
         is_cpu = all(device.kind == "CPU" for device in here)
-        blocks = [] if group is None else group.blocks()
         return report.Run(
             policy=_name(policy),
             dtype=policy.compute_dtype,
@@ -247,15 +312,14 @@ class _Session:
             cause=self._cause(),
             milliseconds=None if group is None else group.milliseconds(),
             timed=0 if group is None else group.steps_timed(),
-            # A GPU computes while the CPU waits or does something else.
-            blocks=blocks if is_cpu else blocks[:1],
+            blocks=[] if group is None else group.blocks(),
             first_seconds=None if group is None else group.first,
             peak_bytes=_peak_bytes(),
-            loss=None if last is None else last.loss(),
+            loss=None if last is None else last.losses.last_tenth(),
             float32_layers=dict(kinds.most_common()),
             layers=len(found),
-            float32_ops=tuple(getattr(policy, "float32_ops", ())),
-            fallen=tuple(filter(None, (why for *_, why in found))),
+            layer_dtype=self._dtype_of_layers(),
+            fallen=tuple(filter(None, (each.fallen for each in found))),
         )
 
     def _policy_and_reason(self) -> tuple[keras.DTypePolicy, str]:
@@ -309,6 +373,10 @@ def _is_new(policy: keras.DTypePolicy) -> bool:
     # Setting tfmix's policy to float32 makes Keras set its own.
     is_float = keras.backend.is_float_dtype(policy.compute_dtype)
     return is_float and policy.name != global_state.policy_name()
+
+
+def _script() -> str:
+    return os.path.basename(sys.argv[0]) if sys.argv else ""
 
 
 def _device(here: Any) -> str:

@@ -10,6 +10,7 @@ because each reading waits for the device.
 import collections
 import contextlib
 import functools
+import math
 import threading
 import time
 import types
@@ -31,8 +32,9 @@ from tfmix._run import verdict
 from tfmix.autocast import bare_optimizers
 from tfmix.loss_scaling import optimizer as scaling
 
-_ONE_BY_ONE = 50
 _SECONDS = 0.25
+# The clock is read after each of so many calls at most.
+_MOST_READINGS = 500
 _ON_JAX = keras.backend.backend() == "jax"
 
 
@@ -111,6 +113,46 @@ def _skipper(optimizer: keras.optimizers.Optimizer) -> Any:
     return next(iter(bare_optimizers.skippers(holder)), None)
 
 
+class Losses:
+    """A sample of the losses of a run, whose length is not known before."""
+
+    _MOST = 256
+
+    def __init__(self) -> None:
+        self._kept: list[Any] = []
+        self._stride, self._seen = 1, 0
+        # At the end of an epoch, Keras makes a call without a batch.
+        self._latest: collections.deque = collections.deque(maxlen=2)
+
+    def __bool__(self) -> bool:
+        return self._seen > 0
+
+    def add(self, loss: Any) -> None:
+        """Notes a loss, which need not be computed yet."""
+        self._latest.append(loss)
+        if self._seen % self._stride == 0:
+            self._kept.append(loss)
+        self._seen += 1
+        if len(self._kept) > self._MOST:
+            self._kept, self._stride = self._kept[::2], 2 * self._stride
+
+    def last_tenth(self) -> float | None:
+        """Returns the mean over the last tenth, None if it is not known.
+
+        A few bad batches do not count. It is not finite if most of them are
+        not.
+        """
+        first = int(0.9 * self._seen / self._stride)
+        for losses in (self._kept[first:], self._latest):
+            known = [x for x in map(_number, losses) if x is not None]
+            if known:
+                break
+        finite = [loss for loss in known if math.isfinite(loss)]
+        if 2 * len(finite) > len(known):
+            return float(np.mean(finite))
+        return known[-1] if known else None
+
+
 class Group:
     """The steps of one function, or of eager code that begins with one apply.
 
@@ -118,18 +160,16 @@ class Group:
         calls: The number of calls of the function, or of eager steps.
         counters: The counters of all optimizers that were applied.
         first: Seconds from the function's call to the end of its first step.
-        losses: The losses of the last two calls: at the end of an epoch, Keras
-            makes a call without a batch.
+        losses: The losses of its calls.
     """
 
     def __init__(self) -> None:
         self.calls = 0
         self.counters: set[Counter] = set()
         self.first: float | None = None
-        # The clock and the process's CPU time at some calls, with the steps
-        # until then.
-        self._marks: list[tuple[float, float, int]] = []
-        self.losses: collections.deque = collections.deque(maxlen=2)
+        # The clock at some calls, with the steps until then.
+        self._marks: list[tuple[float, int]] = []
+        self.losses = Losses()
 
     def called(
         self, counters: list[Counter], began: float, outputs: Any
@@ -139,7 +179,7 @@ class Group:
             counter.calls += 1
         self.counters.update(counters)
         if (loss := _loss(outputs)) is not None:
-            self.losses.append(loss)
+            self.losses.add(loss)
         self._read(counters, outputs, lambda: steps_of(counters))
         if self.calls == 1:
             self.first = self._marks[0][0] - began
@@ -156,17 +196,18 @@ class Group:
         outputs: Any,
         steps: Callable[[], int],
     ) -> None:
-        """Counts a call, and reads the clocks at some calls."""
+        """Counts a call, and reads the clock at some calls."""
         self.calls += 1
         for counter in counters:
             counter.find_skips()
-        if self.calls > _ONE_BY_ONE:
+        is_enough = self.steps_timed() >= verdict.LEAST_STEPS
+        if is_enough or len(self._marks) >= _MOST_READINGS:
             if time.perf_counter() - self._marks[-1][0] < _SECONDS:
                 return
         if _ON_JAX:
             compiled_calls.wait(outputs)
         made = steps()
-        self._marks.append((time.perf_counter(), time.process_time(), made))
+        self._marks.append((time.perf_counter(), made))
         for counter in counters:
             counter.note_overflow()
 
@@ -174,35 +215,33 @@ class Group:
         """Returns the number of timed steps."""
         return self._marks[-1][-1] - self._marks[0][-1] if self._marks else 0
 
-    def loss(self) -> float | None:
-        """Returns the loss of the last step, None if it is not known."""
-        for loss in reversed(self.losses):
-            # JAX may have overwritten this array, which then cannot be read.
-            with contextlib.suppress(Exception):
-                if (number := _number(loss)) is not None:
-                    return number
-        return None
-
     def milliseconds(self) -> float | None:
         """Returns the median time of a step, without the first."""
-        if self.steps_timed() < 1:
-            return None
-        return float(np.median(self._each()[0]))
+        each, _ = self._times()
+        return float(np.median(each)) if each.size else None
 
-    def blocks(self) -> list[list[float]]:
-        """Returns medians of blocks of steps: of the clock, of CPU time."""
-        if self.steps_timed() < verdict.LEAST_STEPS:
+    def blocks(self) -> list[float]:
+        """Returns the median time of each block of steps, [] for too few."""
+        each, made = self._times()
+        # The first call, which compiles, was not timed.
+        steps = each.size + max(made, default=0)
+        is_known = len(made) >= verdict.LEAST_INTERVALS
+        if steps < verdict.LEAST_STEPS or not is_known:
             return []
-        return [*map(verdict.blocks, self._each())]
+        return verdict.blocks(each)
 
-    def _each(self) -> list[np.ndarray]:
-        """Returns the time of each step in milliseconds, for both clocks."""
-        *clocks, steps = map(np.asarray, zip(*self._marks, strict=True))
-        made = np.maximum(np.diff(steps), 0)
-        return [
-            np.repeat(1000 * np.diff(clock) / np.maximum(made, 1), made)
-            for clock in clocks
-        ]
+    def _times(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the milliseconds of each timed step, and steps of each call.
+
+        They are those between two readings of the clock.
+        """
+        if not self._marks:
+            return np.zeros(0), np.zeros(0, int)
+        clock, steps = map(np.asarray, zip(*self._marks, strict=True))
+        made = np.diff(steps)
+        # TensorFlow makes a call without a step at the end of an epoch.
+        times, made = np.diff(clock)[made > 0], made[made > 0]
+        return np.repeat(1000 * times / made, made), made
 
 
 def steps_of(counters: Sequence[Counter]) -> int:
@@ -382,6 +421,10 @@ def _loss(outputs: Any) -> Any:
 
 
 def _number(loss: Any) -> float | None:
-    if hasattr(loss, "has_value"):
-        loss = _loss(loss.get_value()) if loss.has_value() else None
-    return None if loss is None else float(keras_variables.host_value(loss))
+    # JAX may have overwritten this array, which then cannot be read.
+    with contextlib.suppress(Exception):
+        if hasattr(loss, "has_value"):
+            loss = _loss(loss.get_value()) if loss.has_value() else None
+        if loss is not None:
+            return float(keras_variables.host_value(loss))
+    return None

@@ -27,6 +27,20 @@ from tfmix.optimizers import master_weights, sixteen_bit_optimizer
 from tfmix.policy import policy as policies
 from tfmix.step import guard
 
+# Says what `compile` should. `None` says nothing.
+_advise: Callable[[keras.Model], bool] | None = None
+
+
+def advise_by(advise: Callable[[keras.Model], bool]) -> None:
+    """Sets what `compile` asks about float32 layers and 16-bit results.
+
+    Args:
+        advise: A function that takes the model, and returns whether it has
+            float32 layers that the active policy has not reached.
+    """
+    global _advise
+    _advise = advise
+
 
 def compiling(original: Callable[..., None]) -> Callable[..., None]:
     """Returns the replacement of Keras's `compile` for all models."""
@@ -93,6 +107,8 @@ def _compile(
     )
     wanted, given = of_call("auto_scale_loss", True), of_call("optimizer")
     refuse_two_scales(given)
+    if isinstance(given, scaling.LossScaleOptimizer):
+        _warn_of_keras_policy(model)
     fixed = getattr(given, "loss_scale_factor", None)
     # Keras creates an optimizer here, and computes nothing in 16 bit.
     with context_values.holding(rules=context_values.NO_RULES):
@@ -125,27 +141,44 @@ def _compile(
             "NaN in metrics and statistics, and is not counted. Compile with "
             "tfmix.LossScaleOptimizer(optimizer.inner_optimizer) instead."
         )
+    is_told = False
+    if _advise is not None and _needs_advice(model):
+        is_told = _advise(model)
     if not any(
         layers.computes_in(model, dtype) for dtype in _formats.SIXTEEN_BIT
     ):
-        is_told = part is None and _tell_of_late_policy(model)
-        if is_told or model.built:
+        if (is_told and part is None) or model.built:
             bare_optimizers.leave_alone(optimizer)
 
 
-def _tell_of_late_policy(model: keras.Model) -> bool:
-    """Warns of a model that was made before the active policy was set."""
+def _needs_advice(model: keras.Model) -> bool:
+    return any(
+        is_float32_without_policy(layer) or layers.last_activation(layer)
+        for layer in layers.that_compute(model)
+    )
+
+
+def is_float32_without_policy(layer: keras.Layer) -> bool:
+    """Returns whether a layer is in float32, and no policy made it so."""
+    origin = layers.marks(layer).origin
+    return layer.compute_dtype == "float32" and origin != layers.DEFAULT
+
+
+def _warn_of_keras_policy(model: keras.Model) -> None:
+    """Warns of Keras's own policy beside tfmix's optimizer."""
     policy = keras.config.dtype_policy()
-    if not (policies.is_sixteen_bit(policy) and layers.own_layers(model)):
-        return False
-    _messages.warn(
-        "%r is active, but no layer of the model computes in 16 "
-        "bit: the model was made before. Make it after setting the "
-        "policy, or write tfmix.apply_policy(model, %r).",
+    is_ours = policies.SIXTEEN_BIT in context_values.active_rules()
+    if is_ours or not policies.is_sixteen_bit(policy):
+        return
+    _messages.warn_once(
+        "tfmix.LossScaleOptimizer works under Keras's own policy %r, but the "
+        "layers do not: those that tfmix keeps in float32 compute in 16 bit. "
+        "Write tfmix.set_global_policy(%r) before you make the model, in place "
+        "of keras.config.set_dtype_policy or "
+        "tf.keras.mixed_precision.set_global_policy.",
         policy.name,
         policy.name,
     )
-    return True
 
 
 def choose(

@@ -170,7 +170,7 @@ def assign_exactly(original: Callable, variable: Any, value: Any) -> Any:
             f"16-bit numbers are assigned to the variable {variable.path!r}, "
             "which is float32."
         )
-    return original(variable, exact_values.of(value))
+    return original(variable, exact_values.float32_value(value))
 
 
 class _Fallback:
@@ -208,6 +208,8 @@ class _Fallback:
                 self._run(original, args, kwargs)
         outputs = self._run(original, args, kwargs, is_new)
         self._proven.add(mode)
+        if self._returns_16_bit():
+            outputs = tensors.map_leaves(outputs, self._rounded)
         if to_float32_code:
             return tensors.map_leaves(
                 outputs, exact_values.to_float32_with_notes
@@ -255,6 +257,26 @@ class _Fallback:
             return contextlib.nullcontext()
         return context_values.holding(
             may_fall_back=may_fall_back, is_float32_code=is_float32_code
+        )
+
+    def _returns_16_bit(self) -> bool:
+        """Returns whether what wide ops return to the layer's code is rounded.
+
+        A layer of Keras hands on its own dtype, and so does a cell, whose
+        states a loop carries. Probabilities are predictions, more often than
+        not, and stay in float32.
+        """
+        layer = self._layer
+        if layer.compute_dtype not in _formats.SIXTEEN_BIT:
+            return False
+        if layers.is_structure(layer) or layers.last_activation(layer):
+            return False
+        is_keras = layers.takes_casts(layer)
+        return layer.autocast and (is_keras or _is_cell(layer))
+
+    def _rounded(self, value: Any) -> Any:
+        return exact_values.to_16_bit_with_notes(
+            value, self._layer.compute_dtype
         )
 
     def _is_float32_code(self) -> bool:

@@ -373,7 +373,7 @@ def _initializer(original: Callable) -> Callable:
         original(self, *args, **kwargs)
         policy = _lookup()
         if policy is not None:
-            _prepare(self, kwargs.get("dtype"), policy)
+            _prepare(self, kwargs, policy)
 
     # Keras makes configurations out of constructors' arguments, with two
     # readers of signatures. One of them does not look through wrappers.
@@ -381,16 +381,18 @@ def _initializer(original: Callable) -> Callable:
     return __init__
 
 
-def _prepare(layer: keras.Layer, dtype: Any, policy: keras.DTypePolicy) -> None:
+def _prepare(
+    layer: keras.Layer, kwargs: dict[str, Any], policy: keras.DTypePolicy
+) -> None:
     """Gives a layer that was just initialized its part of the policy."""
+    dtype = kwargs.get("dtype")
+    layers.mark(layer, origin=layers.origin_of(kwargs))
     is_sixteen_bit = policies.is_sixteen_bit(policy)
     # A layer's own `compute_dtype` may need what its constructor sets later.
     own_dtype = layer.dtype_policy.compute_dtype
     is_float32 = is_sixteen_bit and own_dtype == "float32"
     if is_float32 or not layers.takes_casts(layer):
         exact_inputs.keep_exact(layer)
-    if dtype is None:
-        layers.mark(layer, by_policy=True)
     if dtype is None or layer.dtype_policy.name == "float32":
         # A file stores the dtype that a rule chose, but not that of inner
         # layers.
@@ -414,7 +416,7 @@ def _keep_inside_float32(layer: keras.Layer) -> None:
     # which every dtype looks as if the user had chosen it.
     copies = any(x.__name__ == "Bidirectional" for x in type(layer).__mro__)
     for inner in layers.flat_layers(layer)[1:]:
-        chosen = copies or layers.marks(inner).by_policy
+        chosen = copies or layers.marks(inner).origin == layers.DEFAULT
         if chosen and inner.compute_dtype != "float32":
             exact_inputs.make_float32(inner)
 

@@ -95,6 +95,14 @@ def policy_of(model: keras.Model) -> keras.DTypePolicy | None:
     return None if record is None else record.policy
 
 
+def under_rules(
+    model: keras.Model,
+) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which the rules of a model's policy hold."""
+    record = _record(model)
+    return contextlib.nullcontext() if record is None else record.ruled()
+
+
 def _record(model: keras.Model) -> "_MixedModel | None":
     part = replacing.part(model, replacing.RULES)
     return part if isinstance(part, _MixedModel) else None
@@ -115,7 +123,7 @@ class _MixedModel:
         # The float8 layers are chosen later.
         self._float8 = ruled if ruled.is_float8 else None
         self._rules = policies.rules_of(policy)
-        self._calls = outermost.Calls(model, self._ruled)
+        self._calls = outermost.Calls(model, self.ruled)
         self.wrappers = self._wrappers()
 
     def _wrappers(self) -> dict[str, replacing.Wrapper]:
@@ -157,10 +165,10 @@ class _MixedModel:
     def _under_rules(
         self, original: Callable, *args: Any, **kwargs: Any
     ) -> Any:
-        with self._ruled():
+        with self.ruled():
             return original(*args, **kwargs)
 
-    def _ruled(self) -> contextlib.AbstractContextManager[None]:
+    def ruled(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the policy's rules hold."""
         stand_ins.keep(self._rules)
         return stand_ins.block(self._rules)
@@ -185,6 +193,7 @@ class _MixedModel:
             replacing.attach(self._model, replacing.RULES, self)
 
     def _fit(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        exact_inputs.warn_of_rounded_data(args, kwargs)
         fit = functools.partial(self._swapped, "fit", original)
         return _reports.fit(self._model, fit, *args, **kwargs)
 

@@ -174,8 +174,10 @@ def apply_policy(
             or with shared layers.
         policy: As for `set_global_policy`, but one that casts no variables of
             the model. Its rules decide which layers stay in float32. Quantized
-            and integer layers are not changed, nor are float32 layers of a
-            model that has 16-bit layers already.
+            and integer layers are not changed, nor are layers that somebody put
+            into float32: by `dtype="float32"` in code, or in a file that has
+            16-bit layers. All others are converted, those of a float32 file
+            included, whatever the model has beside them.
 
     Returns:
         A `ConversionReport`: one row per layer, and `undo()`.

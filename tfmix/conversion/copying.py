@@ -83,12 +83,17 @@ def _check_weights(twin: keras.Model, model: keras.Model) -> None:
 
 
 def _copy_unsaved(twin: keras.Model, model: keras.Model) -> None:
-    """Copies the layers' paths, which rules and maps use, and RematScopes.
+    """Copies the layers' paths, RematScopes and who chose their dtypes.
 
-    Keras builds loaded layers from the inside: "encoder/dense" is "dense".
+    Rules and maps use the paths, and Keras builds loaded layers from the
+    inside: "encoder/dense" is "dense".
     """
     both = layers.flat_layers(twin), layers.flat_layers(model)
     pairs = list(zip(*both, strict=False))
+    # Layers that others create when they are built have new names.
+    if all(type(copy) is type(original) for copy, original in pairs):
+        for copy, original in pairs:
+            layers.mark(copy, origin=layers.dtype_origin(original))
     if all(copy.name == original.name for copy, original in pairs):
         for copy, original in pairs:
             if copy.path and original.path:

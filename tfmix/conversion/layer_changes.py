@@ -36,6 +36,7 @@ def set_dtypes(
     cast = casts(steps)
     for step in steps:
         _set_policy(step.layer, step.policy, mixed, way_back)
+        _note_origin(step, way_back)
         way_back.callback(graphs.widen_inputs(step.layer))
     for layer, before, after in cast:
         for variable in variables.own_variables(layer):
@@ -124,6 +125,17 @@ def _set_policy(
         exact_inputs.keep_exact(layer)
         if not layers.is_structure(layer):
             fallback.attach(layer)
+
+
+def _note_origin(
+    step: planned_policies.Step, way_back: contextlib.ExitStack
+) -> None:
+    """Notes whether the user chose the dtype that a layer has now."""
+    layer, before = step.layer, layers.marks(step.layer).origin
+    origin = layers.CODE if step.by_choice else layers.DEFAULT
+    if layers.dtype_origin(layer) != origin:
+        layers.mark(layer, origin=origin)
+        way_back.callback(layers.mark, layer, origin=before)
 
 
 def _set_spec(layer: keras.Layer, way_back: contextlib.ExitStack) -> None:

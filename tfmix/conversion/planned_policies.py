@@ -25,12 +25,21 @@ class Step:
     """The plain policy that a layer gets, and why.
 
     Reports do not show inputs and models, which compute nothing themselves.
+
+    Attributes:
+        layer: The layer.
+        policy: Its policy.
+        why: The reason.
+        shown: Whether reports show it.
+        by_choice: Whether somebody chose float32 for it, so that a conversion
+            leaves it, and the next one as well.
     """
 
     layer: keras.Layer
     policy: keras.DTypePolicy
     why: str
     shown: bool = True
+    by_choice: bool = False
 
 
 def plan(model: keras.Layer, policy: keras.DTypePolicy) -> list[Step]:
@@ -106,14 +115,52 @@ class _Planner:
         self._rules = policies.with_rules(policy)
         self._is_float32 = not policies.is_sixteen_bit(policy)
         self._heads = {id(layer) for layer in heads(model)}
-        # In a model with 16-bit layers, float32 layers are deliberate.
-        self._mixed_before = any(
-            layer.compute_dtype in _formats.SIXTEEN_BIT
+        # The origin of each layer's dtype, outer layers first.
+        self._origins: dict[int, str] = {}
+        self._find_origins(model)
+        narrow = [
+            layer
             for layer in layers.that_compute(model)
-        )
+            if layer.compute_dtype in _formats.SIXTEEN_BIT
+        ]
+        # In a file that has 16-bit layers, somebody chose float32 for others;
+        # so did somebody beside 16-bit layers that no policy of ours has made.
+        is_mixed = layers.FILE in [self._origins[id(x)] for x in narrow]
+        is_others = any(not layers.marks(layer).origin for layer in narrow)
+        self._is_choice = {
+            layers.CODE: True,
+            layers.DEFAULT: False,
+            layers.FILE: is_mixed,
+            "": is_mixed or is_others,
+        }
         self._seen: set[int] = set()
         self.steps: list[Step] = []
         self._visit(model, None)
+
+    def _find_origins(
+        self, layer: keras.Layer, outer: keras.Layer | None = None
+    ) -> None:
+        if id(layer) in self._origins:
+            return
+        self._origins[id(layer)] = self._origin(layer, outer)
+        for inner in layers.own_layers(layer):
+            self._find_origins(inner, layer)
+
+    def _origin(self, layer: keras.Layer, outer: keras.Layer | None) -> str:
+        found = layers.dtype_origin(layer)
+        if outer is None:
+            return found
+        around = self._origins[id(outer)]
+        is_same = layer.compute_dtype == outer.compute_dtype
+        if isinstance(outer, keras.layers.Bidirectional):
+            # It runs copies made from the configuration of the user's layer.
+            return around if is_same else layers.CODE
+        # The code of a layer hands the dtype that it got on to inner layers.
+        if found == "" and around != "" and is_same:
+            is_default = layers.is_structure(outer) and around == layers.DEFAULT
+            return found if is_default else around
+        is_handed_on = found == layers.CODE and around == layers.FILE
+        return layers.FILE if is_handed_on else found
 
     def _visit(self, layer: keras.Layer, inherited: Step | None) -> None:
         if id(layer) in self._seen:
@@ -136,10 +183,13 @@ class _Planner:
                 keras.DTypePolicy("float32") if why else self._target(layer)
             )
             return Step(layer, target, why or "", shown=False)
-        if own := self._own(layer):
+        if own := self._unchangeable(layer):
             return Step(layer, layer.dtype_policy, own)
         if inherited is not None:
             return Step(layer, inherited.policy, inherited.why)
+        if self._is_chosen(layer):
+            why = "computes in float32" if self._is_float32 else _OWN
+            return Step(layer, layer.dtype_policy, why, by_choice=True)
         if why := self._why_float32(layer):
             return Step(layer, keras.DTypePolicy("float32"), why)
         target = self._target(layer)
@@ -161,19 +211,20 @@ class _Planner:
         why = step.why if step.why.startswith("inside ") else ""
         return dataclasses.replace(step, why=why or f"inside {layer.name}")
 
-    def _own(self, layer: keras.Layer) -> str:
-        """Returns why a layer keeps its policy, "" if it does not."""
-        current = layer.dtype_policy
-        if getattr(current, "quantization_mode", None) is not None:
+    def _unchangeable(self, layer: keras.Layer) -> str:
+        """Returns why a layer keeps any policy, "" if it does not."""
+        if getattr(layer.dtype_policy, "quantization_mode", None) is not None:
             return "quantized"
         dtypes = (layer.compute_dtype, layer.variable_dtype)
         if any(dtype not in _formats.LIMITS for dtype in dtypes):
             return _OWN
-        chosen = layers.marks(layer).by_policy or fallback.reason(layer)
-        deliberate = self._mixed_before and not chosen
-        if deliberate and current.name == "float32" and not self._is_float32:
-            return _OWN
         return ""
+
+    def _is_chosen(self, layer: keras.Layer) -> bool:
+        """Returns whether a layer is in float32 because somebody chose it."""
+        if layer.dtype_policy.name != "float32" or fallback.reason(layer):
+            return False
+        return self._is_choice[self._origins[id(layer)]]
 
     def _why_float32(self, layer: keras.Layer) -> str | None:
         if self._is_float32:

@@ -7,7 +7,7 @@ import keras
 from tfmix import _arguments, _formats, _tables
 from tfmix._keras import graphs, layers
 from tfmix.autocast import fallback
-from tfmix.conversion import planned_policies
+from tfmix.conversion import advice, planned_policies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,8 @@ class ModelSummary(_tables.Printed):
 
     Attributes:
         rows: Tuple of `LayerDtypes`, in the model's order.
-        notes: Tuple of sentences: which layers fell back to float32, and why.
+        notes: Tuple of sentences: which layers fell back to float32, and why;
+            which last layer rounds its probabilities to 16 bit.
     """
 
     def __init__(
@@ -87,9 +88,8 @@ def summary(model: keras.Model) -> ModelSummary:
     computing = {*map(id, layers.that_compute(model))}
     every = layers.flat_layers(model)
     listed = [layer for layer in every if id(layer) in computing]
-    return ModelSummary(
-        tuple(map(_row, listed)), tuple(fallback.reasons(model))
-    )
+    notes = (*fallback.reasons(model), *advice.last_activations(model))
+    return ModelSummary(tuple(map(_row, listed)), notes)
 
 
 def _row(layer: keras.Layer) -> LayerDtypes:

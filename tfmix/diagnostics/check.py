@@ -15,7 +15,7 @@ from tfmix import _bad_rows, _formats, _messages, _progress
 from tfmix._keras import graphs, layers, tracing
 from tfmix.autocast import fallback, global_policy
 from tfmix.autocast import record as mixed_model
-from tfmix.conversion import planned_policies
+from tfmix.conversion import advice, planned_policies
 from tfmix.diagnostics import batch as batches
 from tfmix.diagnostics import (
     float8_products,
@@ -146,6 +146,7 @@ def _run(
             batch, sixteen, limits, rule, has_policy, show
         )
         float8 = _float8(batch)
+        ends = advice.last_activations(batch.model, sixteen)
     bad = [*map(_bad_data, bad_rows), *_bad_weights(batch.model)]
     if bad:
         # If no row is fine, bad rows explain everything that is not finite.
@@ -172,6 +173,7 @@ def _run(
             *filter(None, [warning, _scale_note(judge.loss_scale, rule)]),
             *idle,
             *judge.run.fallbacks,
+            *ends,
             *batch.notes,
         ),
     )

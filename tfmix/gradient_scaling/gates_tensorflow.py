@@ -32,7 +32,22 @@ def is_reached(tensor: Any, others: Sequence) -> bool:
     return tapes.reach(tensor)
 
 
-class Gates:
+class _Function:
+    """The function that is traced now, or eager code."""
+
+    def __init__(self) -> None:
+        self._trace = tracing.trace()
+
+    def reach(self) -> bool:
+        """Returns whether the running code knows the power of a gradient.
+
+        The gradient of another function is traced before the power is known.
+        """
+        is_here = tracing.trace() == self._trace
+        return is_here or tapes.is_part_of(self._trace)
+
+
+class Gates(_Function):
     """The gates of one call.
 
     Args:
@@ -42,10 +57,10 @@ class Gates:
     """
 
     def __init__(self, place: Any, overwritten: Collection[int]) -> None:
+        super().__init__()
         self._place, self._overwritten = place, overwritten
         self._tensors: list = []
         self._variables: Callable[[], list] = list
-        self._trace = tracing.trace()
         # A graph holds its own gradients. Inside a second tape, TensorFlow
         # would differentiate a loop twice, for which it keeps and adds up more.
         is_taped = tf.executing_eagerly() and tapes.is_recorded()
@@ -89,14 +104,6 @@ class Gates:
         )
         made = between.results()
         return made[: len(results)], made[len(results) :]
-
-    def reach(self) -> bool:
-        """Returns whether the running code knows the power of a gradient.
-
-        The gradient of another function is traced before the power is known.
-        """
-        is_here = tracing.trace() == self._trace
-        return is_here or tapes.is_part_of(self._trace)
 
 
 @contextlib.contextmanager
@@ -170,7 +177,8 @@ class _Between:
         # the results of this one cannot be differentiated again.
         again = tapes.is_recorded() and tracing.trace() == self._trace
         with (
-            context_values.holding(power=by),
+            # A recomputed layer calls users' functions now.
+            context_values.holding(power=by, gates=_Function()),
             _recording(self._tape if again else None, scaled),
         ):
             inside = self._inside(is_asked, scaled)

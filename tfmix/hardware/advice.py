@@ -25,8 +25,8 @@ Shapes = list[Shape]
 # guide), the MXU of a TPU on tiles of 128.
 GPU_MULTIPLE, TPU_MULTIPLE = 8, 128
 
-# An accelerator takes about this many seconds to start a kernel.
-_START = 5e-6
+# An accelerator takes about this many seconds to launch a kernel.
+_LAUNCH = 5e-6
 # The rates of this target count if you name none.
 _FLOAT8_TARGET = "h200"
 
@@ -51,12 +51,11 @@ class Product:
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """One call of a layer: its products, and the size of its outputs."""
+    """One call of a layer: its products, and what it keeps for backward."""
 
     layer: keras.Layer
     products: tuple[Product, ...]
-    outputs: int
-    has_parts: bool  # true if it calls other layers
+    kept: int  # the number of elements, without those of layers that it calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,8 +227,7 @@ def advise(
     work = sum(row.flops for row in rows)
     fast = sum(row.flops for row in rows if row.dtype in _formats.SIXTEEN_BIT)
     share = fast / work if work else 0.0
-    outputs = sum(use.outputs for use in uses if not use.has_parts)
-    memory = training_memory.by_way(model, outputs)
+    memory = training_memory.by_way(model, sum(use.kept for use in uses))
     fitting = ""
     if accelerator is not None:
         is_small = _is_small(rows, accelerator)
@@ -240,9 +238,9 @@ def advise(
 
 
 def _is_small(rows: Sequence[LayerProducts], target: targets.Target) -> bool:
-    """Returns whether float32 products take less time than their start."""
+    """Returns whether float32 products take less time than to launch them."""
     seconds = sum(3 * row.flops for row in rows) / target.rates["float32"]
-    return seconds < _START * sum(3 * len(row.shapes) for row in rows)
+    return seconds < _LAUNCH * sum(3 * len(row.shapes) for row in rows)
 
 
 def _float8(rows: list[LayerProducts], target: targets.Target) -> tuple:
@@ -321,6 +319,13 @@ def _uses(model: keras.Model, inputs: list) -> list[Use]:
     """Runs a built model on shapes; returns the calls in the order they end."""
     layers = host.called(model)
     uses: list[Use] = []
+    # On shapes, a recurrent layer calls its cell once, in place of every step.
+    in_loops = {
+        id(part)
+        for layer in layers
+        if isinstance(layer, keras.layers.RNN)
+        for part in host.flat_layers(layer)[1:]
+    }
 
     def make(index: int, original: Callable[..., Any]) -> Callable[..., Any]:
         layer = layers[index]
@@ -329,9 +334,12 @@ def _uses(model: keras.Model, inputs: list) -> list[Use]:
             outputs = original(*args, **kwargs)
             inputs, results = _shapes((args, kwargs)), _shapes(outputs)
             products = tuple(_products(layer, inputs, results))
-            elements = sum(map(math.prod, results))
-            has_parts = len(host.flat_layers(layer)) > 1
-            uses.append(Use(layer, products, elements, has_parts))
+            kept = sum(map(math.prod, results))
+            if isinstance(layer, keras.layers.RNN):
+                kept = max(kept, _elements_of_loop(layer, inputs))
+            elif id(layer) in in_loops or len(host.flat_layers(layer)) > 1:
+                kept = 0
+            uses.append(Use(layer, products, kept))
             return outputs
 
         return call
@@ -401,6 +409,17 @@ def _recurrent(layer: Any, inputs: Shapes, output: Shape) -> list[Product]:
                 k, n = kernel.shape
                 products.append(Product(batch * steps // count, k, n, count))
     return products
+
+
+def _elements_of_loop(layer: Any, inputs: Shapes) -> int:
+    """Counts the gates and states of all time steps."""
+    of_step = 0
+    for cell in getattr(layer.cell, "cells", [layer.cell]):
+        # Cells of convolutions and custom cells may have other kernels.
+        kernel = getattr(cell, "kernel", None)
+        if kernel is not None and len(kernel.shape) == 2:
+            of_step += kernel.shape[-1] + sum(tree.flatten(cell.state_size))
+    return math.prod(inputs[0][:2]) * int(of_step)
 
 
 def _attention(layer: Any, inputs: Shapes, output: Shape) -> list[Product]:

@@ -20,11 +20,12 @@ from tfmix._keras import tracing
 from tfmix.hardware import target as targets
 
 _CUDA = "jax_plugins.xla_cuda12"
-# The extras of setup.cfg, and the modules in their wheels.
+# The extras of setup.cfg, what they download, and the modules in them.
 _NEEDED = {
-    "TPU": ("tpu", ("jax", "libtpu")),
+    "TPU": ("tpu", "", ("jax", "libtpu")),
     "GPU": (
         "nvidia",
+        " (3 GB)",
         (
             "jax",
             _CUDA,
@@ -80,7 +81,7 @@ def missing(target: targets.Target) -> list[str]:
     """Returns the missing modules of the target's compiler."""
     return [
         module
-        for module in _NEEDED[target.kind][1]
+        for module in _NEEDED[target.kind][2]
         if not _is_installed(module)
     ]
 
@@ -94,11 +95,11 @@ def devices(target: targets.Target, count: int) -> list[Any]:
     """
     grid = targets.topology(target, count)
     if lacking := missing(target):
-        extra = _NEEDED[target.kind][0]
+        extra, size, _ = _NEEDED[target.kind]
         raise ImportError(
             f"The compiler for target={target.name!r} is not installed: there "
             f"is no {', '.join(lacking)}. Run `pip install '.[{extra}]'` in "
-            f"tfmix's folder; no {target.kind} is needed."
+            f"tfmix's folder{size}; no {target.kind} is needed."
         )
     for name, value in _LIBTPU.items():
         os.environ.setdefault(name, value)

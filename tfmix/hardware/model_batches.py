@@ -14,6 +14,20 @@ from tfmix.diagnostics import batch as batches
 _MOST_TRIED = 64
 
 
+class InputShapeError(ValueError):
+    """Raised if the shape of an input is not known, or does not fit.
+
+    Attributes:
+        text: The message without the advice, which names Python's arguments.
+        example: The shape of a row that would do.
+    """
+
+    def __init__(self, text: str, advice: str, example: tuple) -> None:
+        super().__init__(f"{text} {advice}".rstrip())
+        self.text = text
+        self.example = tuple(128 if size is None else size for size in example)
+
+
 def inputs(
     model: keras.Model,
     batch_size: int,
@@ -42,11 +56,12 @@ def inputs(
         if input_shape is not None:
             symbols = _with_shape(symbols, input_shape)
     if not symbols:
-        raise ValueError(
+        raise InputShapeError(
             "The model's input shapes are not known. Received: "
-            f"model={model!r}. Call it once on a batch; "
-            f"`tfmix.hardware.advise` also "
-            "takes `x`, a batch of inputs, or `input_shape`, that of one row."
+            f"model={model!r}.",
+            "Call it once on a batch; `tfmix.hardware.advise` also takes `x`, "
+            "a batch of inputs, or `input_shape`, that of one row.",
+            (None,),
         )
     symbols = tree.map_structure(lambda leaf: _fixed(leaf, batch_size), symbols)
     if x is not None or not model.built or graphs.knows_input_dtypes(model):
@@ -90,10 +105,12 @@ def _with_shape(symbols: list, input_shape: Any) -> list:
     shapes = shapes * len(leaves) if len(shapes) == 1 else shapes
     expected = [tuple(leaf.shape[1:]) for leaf in leaves]
     if list(map(len, shapes)) != list(map(len, expected)):
-        raise ValueError(
-            "`input_shape` must be the shape of one row, for all inputs or "
-            f"for each. Received: input_shape={input_shape!r} for inputs with "
-            f"rows of {', '.join(map(str, expected))}."
+        raise InputShapeError(
+            "The shape of one row must fit all inputs, or there is one for "
+            f"each. Received: input_shape={input_shape!r} for inputs with "
+            f"rows of {', '.join(map(str, expected))}.",
+            "",
+            expected[0],
         )
     changed = map(_row_symbol, shapes, [leaf.dtype for leaf in leaves])
     return list(tree.pack_sequence_as(symbols, list(changed)))
@@ -148,12 +165,12 @@ def _target(loss: Any, output: Any) -> keras.KerasTensor:
 def _fixed(tensor: Any, batch_size: int) -> Any:
     shape = (batch_size, *tensor.shape[1:])
     if None in shape:
-        example = tuple(128 if size is None else size for size in shape[1:])
-        raise ValueError(
+        raise InputShapeError(
             "To count products, every dimension of an input but the first must "
-            f"be known. Received: an input of shape {tensor.shape!r}. "
+            f"be known. Received: an input of shape {tensor.shape!r}.",
             "Build the model for one length, such as keras.Input((128,)); "
             "`tfmix.hardware.advise` also takes `x`, a batch of inputs, or "
-            f"input_shape={example!r}."
+            f"input_shape={tuple(128 if n is None else n for n in shape[1:])}.",
+            shape[1:],
         )
     return keras.KerasTensor(shape, tensor.dtype)

@@ -30,7 +30,8 @@ class Memory:
         slots: The optimizer state, Adam's two moments for example.
         gradients: All gradients at once. A compiler may free one before it
             computes the next.
-        activations: The layers' outputs, kept for the backward pass. A
+        activations: The layers' outputs, and the gates and states of
+            recurrent layers in all time steps, kept for the backward pass. A
             framework may keep more, such as a ReLU's input on JAX. A CPU
             without 16-bit arithmetic keeps them in float32.
     """
@@ -79,7 +80,7 @@ def by_way(model: Any, outputs: int) -> dict[str, Memory]:
 
     Args:
         model: A built model.
-        outputs: The number of elements that layers return in a training step.
+        outputs: The number of elements that a training step keeps of them.
     """
     trainable = _elements(model.trainable_variables)
     weights = trainable + _elements(model.non_trainable_variables)
@@ -160,7 +161,7 @@ def first_that_fits(
     if fits and is_small:
         return (
             f"{has}. float32 fits, and 16 bit would not be faster: the "
-            "products take less time than their start"
+            "products take less time than a kernel launch"
         )
     if fits:
         return f"{has}. float32 fits; faster is {auto}, which is 'auto' there"

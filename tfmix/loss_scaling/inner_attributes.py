@@ -111,7 +111,10 @@ class DelegatesToInner(optimizers.OverwritesThroughInner):
         inner = vars(self).get("inner_optimizer")
         private = name.startswith("_")
         mine = private or name in vars(self) or hasattr(type(self), name)
-        if inner is None or mine or not hasattr(inner, name):
+        if name == "loss_scale_factor":
+            # TensorFlow does not set a value that is there already.
+            object.__setattr__(self, name, value)
+        elif inner is None or mine or not hasattr(inner, name):
             super().__setattr__(name, value)
         else:
             setattr(inner, name, value)
@@ -134,6 +137,14 @@ class DelegatesToInner(optimizers.OverwritesThroughInner):
                 "A `loss_scale_factor` would scale the loss twice. Received: "
                 f"loss_scale_factor={value!r}. Set `optimizer.loss_scale`, or "
                 f"write LossScaleOptimizer(..., loss_scale={value!r})."
+            )
+        if scales and "inner_optimizer" in vars(self):
+            # Keras's own loss scale sets `None` on the optimizer it gets.
+            raise ValueError(
+                "An optimizer that scales the loss takes no second loss scale "
+                "around it: the gradients would be divided by both. Received: "
+                f"inner_optimizer={self!r}. Use it without the outer "
+                "LossScaleOptimizer."
             )
         _write(self, "loss_scale_factor", value)
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from tfmix._keras import op_places, replacing, tracing
-from tfmix.ops import compute, tensors
+from tfmix.ops import apply, exact_values, tensors
 
 
-def attended(call: compute.Call) -> Any:
+def dot_product_attention(call: apply.Call) -> Any:
     """Computes `dot_product_attention` where a rule asks for float32.
 
     TensorFlow's own kernels return 16-bit logits for 16-bit queries. A cast
@@ -20,7 +20,7 @@ def attended(call: compute.Call) -> Any:
     """
     if not call.is_ruled or not tracing.by_gpu_kernels():
         call.is_ruled = call.is_ruled and not op_places.has_float32_logits()
-        return compute.usual(call)
+        return apply.apply(call)
     call.look()
     order = [*inspect.signature(call.op.original).parameters]
     given = call.args, call.kwargs
@@ -56,9 +56,10 @@ def attention_in_float32(method: Callable) -> Callable:
             # Its logits have float32's range.
             return method(self, *args, **kwargs)
         with op_places.float32_softmax(self):
-            args, kwargs = tensors.map_leaves((args, kwargs), compute.widened)
+            args, kwargs = tensors.map_leaves(
+                (args, kwargs), exact_values.float32_value
+            )
             result = method(self, *args, **kwargs)
-        narrow = functools.partial(tensors.narrow, dtype=str(source))
-        return tensors.map_leaves(result, narrow)
+        return tensors.rounded(result, str(source))
 
     return attend

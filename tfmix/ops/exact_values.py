@@ -1,10 +1,8 @@
-"""The float32 value behind a 16-bit tensor: what it was before it was rounded.
+"""The float32 tensor behind a 16-bit copy: a weight, or a layer's input.
 
-A note on the tensor says what that is: a variable that a layer has read, the
-tensor that a layer has cast, or how to compute again what an op has rounded.
-Near 0, the derivative of a logarithm, a root or a quotient is unbounded, so
-such an op takes that value, and so does a sum with a weight. A note that is not
-used costs nothing.
+A note on the copy holds it. Ops that compute in float32 take it in place of the
+copy, and the gradient of a weight goes to it. A note that is not used costs
+nothing.
 """
 
 import functools
@@ -13,100 +11,68 @@ from typing import Any, NamedTuple
 
 import keras
 
-from tfmix._keras import global_state, layers, tapes
+from tfmix._keras import global_state, kernels, layers, tapes
 from tfmix._keras import variables as keras_variables
 from tfmix.ops import tensors
 
-# A 16-bit tensor carries this note: an `Exact`.
-NOTE = "_tfmix_exact"
-# Where a value comes from.
-OP, INPUT, WEIGHT = "op", "input", "weight"
-# A note holds the inputs of this many ops before it. Without a limit, eager
-# tensors would never be freed.
-_DEEPEST = 6
-
-# The values of one computation, by the `id` of the 16-bit tensor, or of the op.
-Known = dict[int, tuple[Any, Any]]
+# A tensor carries this note: a `Copy`.
+NOTE = "_tfmix_copy"
 
 
-class Exact(NamedTuple):
-    """The value of a 16-bit tensor before it was rounded.
+class Copy(NamedTuple):
+    """What a tensor is a copy of.
 
     Attributes:
-        compute: Takes the known values of other tensors; returns the value.
-        origin: `OP`, `INPUT` for a tensor that a layer has cast, `WEIGHT` for
-            a float32 variable that a layer reads in 16 bit.
-        depth: The number of ops that are computed again for it.
-        is_lost: Whether 16 bit loses the value. Then casts and sums use it,
-            too; otherwise only ops with an unbounded derivative do.
-        is_wide: Whether such an op computed it. Results that use it are then
-            computed in float32, up to the next product or larger activations.
-        is_exact: Whether it was made only of sums and float32 variables, and so
-            is what float32 gives.
-        is_product: Whether it multiplies two tensors, element by element. A sum
-            of such products uses it.
+        source: The float32 tensor; `None` for what is float32 itself.
+        is_weight: Whether that is a variable, or is made of variables alone.
+            Otherwise it is what a layer has cast.
         multiply: The function that multiplies by a weight; `None` for Keras's.
     """
 
-    compute: Callable[[Known], Any]
-    origin: str = OP
-    depth: int = 0
-    is_lost: bool = True
-    is_wide: bool = False
-    is_exact: bool = True
-    is_product: bool = False
+    source: Any
+    is_weight: bool
     multiply: Callable | None = None
 
 
-def note(tensor: Any) -> Exact | None:
+def note(tensor: Any) -> Copy | None:
     """Returns the note on a tensor, `None` without one."""
-    noted: Exact | None = global_state.note(tensor, NOTE)
+    noted: Copy | None = global_state.note(tensor, NOTE)
     return noted
 
 
-def put(tensor: Any, exact: Exact) -> None:
-    """Notes the float32 value of a 16-bit tensor, unless it goes too deep."""
-    if exact.depth <= _DEEPEST and tensors.is_16_bit(tensor):
-        global_state.put_note(tensor, NOTE, exact)
-
-
-def keep(rounded: Any, value: Any, **properties: Any) -> None:
-    """Keeps the float32 tensor that was rounded to a 16-bit one."""
-    if rounded is not value:
-        put(rounded, Exact(lambda known: value, **properties))
-
-
 def weight_copy(weight: Any, copy: Any, multiply: Any = None) -> Any:
-    """Notes on a 16-bit copy which float32 weight it is one of."""
-    exact = Exact(lambda known: weight, WEIGHT, multiply=multiply)
-    global_state.put_note(copy, NOTE, exact)
+    """Notes on a tensor which float32 weight it is a copy of, or itself is."""
+    source = None if copy is weight else weight
+    global_state.put_note(copy, NOTE, Copy(source, True, multiply))
+    return copy
+
+
+def input_copy(source: Any, copy: Any) -> Any:
+    """Notes on a 16-bit tensor what it was before a cast."""
+    global_state.put_note(copy, NOTE, Copy(source, False))
     return copy
 
 
 def weight_of(tensor: Any) -> Any:
-    """Returns the float32 weight behind a 16-bit copy, `None` without one."""
+    """Returns the float32 weight behind a copy, `None` without one."""
     noted = note(tensor)
-    if noted is None or noted.origin != WEIGHT:
+    if noted is None or not noted.is_weight:
         return None
-    return noted.compute({})
+    return tensor if noted.source is None else noted.source
 
 
-def of(tensor: Any, known: Known | None = None) -> Any:
-    """Returns the float32 value behind a 16-bit tensor, as exact as is known.
+def float32_value(tensor: Any) -> Any:
+    """Returns a 16-bit tensor in float32, from before a cast if known.
 
     Anything else is returned unchanged.
     """
     if not tensors.is_16_bit(tensor):
         return tensor
     noted = note(tensor)
-    if noted is None or noted.origin == INPUT:
+    if noted is None:
         return tensors.to_float32(tensor)
-    known = {} if known is None else known
-    if id(tensor) not in known:
-        value = by_way_of(tensor, noted.compute(known))
-        # It holds the tensor, because the `id` of a freed one is used again.
-        known[id(tensor)] = tensor, value
-    return known[id(tensor)][1]
+    source = by_way_of(tensor, noted.source)
+    return kernels.cast(source, "float32")
 
 
 def by_way_of(copy: Any, value: Any) -> Any:
@@ -120,21 +86,9 @@ def by_way_of(copy: Any, value: Any) -> Any:
     return tapes.by_way_of(copy, value)
 
 
-def if_lost(value: Any) -> Any:
-    """Returns the float32 value that 16 bit loses, else the argument."""
-    noted = note(value)
-    if noted is None or noted.origin == INPUT or not noted.is_lost:
-        return value
-    return of(value)
-
-
 def is_exact(value: Any) -> bool:
-    """Returns whether the known value of a 16-bit tensor is what float32 gives.
-
-    It is if it comes from a variable, or was made only of such values and sums.
-    """
-    noted = note(value)
-    return noted is not None and noted.origin != INPUT and noted.is_exact
+    """Returns whether a 16-bit tensor is a copy of a weight."""
+    return weight_of(value) is not None
 
 
 def to_float32_with_notes(value: Any) -> Any:
@@ -144,16 +98,23 @@ def to_float32_with_notes(value: Any) -> Any:
     """
     if not tensors.is_16_bit(value):
         return value
-    # A large sum that was computed in float32 is beyond float16.
-    result = tensors.to_float32(if_lost(value))
+    weight = weight_of(value)
+    result = tensors.to_float32(value) if weight is None else weight
     global_state.copy_notes(value, result, tensors.to_float32)
+    return result
+
+
+def to_16_bit_with_notes(value: Any, dtype: str) -> Any:
+    """Casts a float32 tensor to 16 bit and keeps its mask and its logits."""
+    result = tensors.narrow(value, dtype)
+    if result is not value:
+        global_state.copy_notes(value, result)
     return result
 
 
 def note_cast(source: Any, converted: Any, tensor: Any) -> None:
     """Notes what a layer has cast, and copies the mask of its source."""
-    exact = Exact(lambda known: tensor, INPUT)
-    global_state.put_note(converted, NOTE, exact)
+    input_copy(tensor, converted)
     layers.copy_mask(source, converted)  # Keras 3.12 loses it in a cast
 
 
@@ -162,9 +123,9 @@ def before_cast(x: Any) -> Any:
     noted = None
     if keras.ops.is_tensor(x) or isinstance(x, keras.KerasTensor):
         noted = note(x)
-    if noted is None or noted.origin != INPUT:
+    if noted is None or noted.is_weight:
         return x
-    original = noted.compute({})
+    original = noted.source
     if not keras.ops.is_tensor(x):
         return original
     # The argument of `call` is the cast.

@@ -8,7 +8,8 @@ as a linear function of a float32 tangent, and finds the transpose itself. So
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+import string
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -25,8 +26,6 @@ Function = Callable[[Any, Any], Any]
 # Takes a tensor, a float32 weight, the weight's tangent and the result; returns
 # the change of the result, in the dtype of the tensor.
 Linear = Callable[[Any, Any, Any, Any], Any]
-# The contracted axes of both factors and their batch axes, as in `lax`.
-Axes = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
 
 
 def contracted(
@@ -35,7 +34,6 @@ def contracted(
     weight: Any,
     axes: Contraction,
     *,
-    used: Callable[[Any], Any] = lambda inputs: inputs,
     in_loop: bool = False,
     copy: Any = None,
 ) -> Any:
@@ -55,7 +53,6 @@ def contracted(
         inputs: Tensor of a 16-bit dtype.
         weight: Float32 tensor.
         axes: The axes that `function` sums.
-        used: Returns the part of the inputs that is multiplied.
         in_loop: Whether the product is computed in each step of a loop.
         copy: The weight in 16 bit; not used here.
 
@@ -66,7 +63,8 @@ def contracted(
     if inputs.dtype != jnp.float16:
         return function(inputs, weight.astype(inputs.dtype))
     if not in_loop:
-        return _mixed(used(inputs), weight, axes)
+        factor, weight = varying_alike((inputs, weight))
+        return _multiply(factor, weight, axes, inputs.dtype, inputs.dtype)
 
     def linear(inputs: Any, weight: Any, tangent: Any, result: Any) -> Any:
         del weight
@@ -207,22 +205,6 @@ def _with_gradient(
     return result(inputs, weight)
 
 
-def _mixed(inputs: Any, weight: Any, axes: Contraction) -> Any:
-    """Multiplies 16-bit inputs by a float32 weight; linear in the weight."""
-    at = tuple(
-        tuple(
-            tuple(map(side.index, letters))
-            for side in (axes.inputs, axes.weight)
-        )
-        for letters in (axes.summed, axes.batch)
-    )
-    inputs, weight = varying_alike((inputs, weight))
-    narrow = inputs.dtype
-    result = _product.bind(inputs, weight, axes=at, narrow=narrow, dtype=narrow)
-    order = axes.batch + axes.free + axes.new
-    return lax.transpose(result, tuple(map(order.index, axes.outputs)))
-
-
 def varying_alike(values: Iterable) -> tuple:
     """Makes all arrays vary over every `shard_map` axis that one varies over.
 
@@ -256,31 +238,42 @@ def _varying_axes(value: Any) -> frozenset[str]:
 _product = jax.extend.core.Primitive("tfmix_product")
 
 
-def _computed(
-    a: Any, b: Any, *, axes: Axes, narrow: Any, dtype: Any, widen: bool = False
+def _multiply(
+    a: Any, b: Any, axes: Contraction, narrow: Any, dtype: Any
 ) -> Any:
-    """Computes the product.
+    """Multiplies factors that are rounded to `narrow`; returns `dtype`.
 
-    Args:
-        a: The first factor, of a float dtype.
-        b: The second.
-        axes: The summed axes and the batch axes.
-        narrow: The dtype that factors are rounded to.
-        dtype: The dtype of the result, `narrow` or float32.
-        widen: Whether to cast the rounded factors to `dtype`, where a device
-            lacks the product. The result is the same.
+    It is linear in each factor, which may be float32.
     """
+    order = axes.batch + axes.free + axes.new
+    alike = Contraction(axes.inputs, axes.weight, order)
+    result = _product.bind(a, b, axes=alike, narrow=narrow, dtype=dtype)
+    return lax.transpose(result, tuple(map(order.index, axes.outputs)))
+
+
+def _computed(
+    a: Any,
+    b: Any,
+    *,
+    axes: Contraction,
+    narrow: Any,
+    dtype: Any,
+    widen: bool = False,
+) -> Any:
+    """Computes the product; `widen` is for devices that lack it."""
     a, b = a.astype(narrow), b.astype(narrow)
     if widen:
         a, b = a.astype(dtype), b.astype(dtype)
-    return lax.dot_general(a, b, axes, preferred_element_type=dtype)
+    return lax.dot_general(a, b, axes.positions, preferred_element_type=dtype)
 
 
-def _abstract(a: Any, b: Any, *, axes: Axes, narrow: Any, dtype: Any) -> Any:
+def _abstract(
+    a: Any, b: Any, *, axes: Contraction, narrow: Any, dtype: Any
+) -> Any:
     result, _ = lax.dot_general_p.abstract_eval(
         a.update(dtype=narrow),
         b.update(dtype=narrow),
-        dimension_numbers=axes,
+        dimension_numbers=axes.positions,
         precision=None,
         preferred_element_type=dtype,
         out_sharding=None,
@@ -288,85 +281,30 @@ def _abstract(a: Any, b: Any, *, axes: Axes, narrow: Any, dtype: Any) -> Any:
     return result
 
 
-def _free(rank: int, *used: Sequence[int]) -> list[int]:
-    taken = set().union(*used)
-    return [axis for axis in range(rank) if axis not in taken]
-
-
 def _of_first(
-    upstream: Any, a: Any, b: Any, *, axes: Axes, narrow: Any, dtype: Any
+    upstream: Any, a: Any, b: Any, *, axes: Contraction, narrow: Any, **_: Any
 ) -> Any:
-    del dtype
-    (summed, summed_b), (batch, batch_b) = axes
-    count, rank = len(batch), len(a.aval.shape)
-    free, free_b = _free(rank, summed, batch), _free(b.ndim, summed_b, batch_b)
-    after = range(count + len(free), count + len(free) + len(free_b))
-    gradient = _product.bind(
-        upstream,
-        b,
-        axes=(
-            (tuple(after), tuple(free_b)),
-            (tuple(range(count)), tuple(batch_b)),
-        ),
-        narrow=narrow,
-        dtype=a.aval.dtype,
-    )
-    partner = dict(zip(summed_b, summed, strict=True))
-    order = [*batch, *free, *(partner[n] for n in sorted(partner))]
-    return lax.transpose(gradient, [order.index(n) for n in range(rank)])
+    return _multiply(upstream, b, axes.of_inputs, narrow, a.aval.dtype)
 
 
 def _of_second(
-    upstream: Any, a: Any, b: Any, *, axes: Axes, narrow: Any, dtype: Any
+    upstream: Any, a: Any, b: Any, *, axes: Contraction, narrow: Any, **_: Any
 ) -> Any:
-    del dtype
-    (summed, summed_b), (batch, batch_b) = axes
-    count, rank = len(batch), len(b.aval.shape)
-    free, free_b = _free(a.ndim, summed, batch), _free(rank, summed_b, batch_b)
-    gradient = _product.bind(
-        a,
-        upstream,
-        axes=(
-            (tuple(free), tuple(range(count, count + len(free)))),
-            (tuple(batch), tuple(range(count))),
-        ),
-        narrow=narrow,
-        dtype=b.aval.dtype,
-    )
-    partner = dict(zip(summed, summed_b, strict=True))
-    order = [*batch_b, *(partner[n] for n in sorted(partner)), *free_b]
-    return lax.transpose(gradient, [order.index(n) for n in range(rank)])
+    return _multiply(a, upstream, axes.of_weight, narrow, b.aval.dtype)
 
 
 def _batched(
-    values: tuple, at: tuple, *, axes: Axes, **dtypes: Any
+    values: tuple, at: tuple, *, axes: Contraction, narrow: Any, dtype: Any
 ) -> tuple[Any, int]:
-    """Adds an axis: to the batch if both factors have it, else to the free."""
-
-    def moved(pair: tuple) -> tuple:
-        return tuple(
-            numbers
-            if place is None
-            else tuple(n + (n >= place) for n in numbers)
-            for numbers, place in zip(pair, at, strict=True)
-        )
-
-    summed, batch = moved(axes[0]), moved(axes[1])
-    if None not in at:
-        batch = tuple(
-            (place, *numbers) for place, numbers in zip(at, batch, strict=True)
-        )
-        return _product.bind(*values, axes=(summed, batch), **dtypes), 0
-    free = [
-        _free(value.ndim, *numbers)
-        for value, *numbers in zip(values, summed, batch, strict=True)
+    """Adds an axis, which gets a letter of its own."""
+    used = axes.inputs + axes.weight
+    letter = next(x for x in string.ascii_letters if x not in used)
+    sides = [
+        side if place is None else side[:place] + letter + side[place:]
+        for side, place in zip((axes.inputs, axes.weight), at, strict=True)
     ]
-    if at[0] is None:
-        place = len(free[0]) + free[1].index(at[1])
-    else:
-        place = free[0].index(at[0])
-    result = _product.bind(*values, axes=(summed, batch), **dtypes)
-    return result, len(batch[0]) + place
+    more = Contraction(sides[0], sides[1], letter + axes.outputs)
+    return _multiply(values[0], values[1], more, narrow, dtype), 0
 
 
 def _lowering(widen: bool) -> Any:
@@ -374,13 +312,19 @@ def _lowering(widen: bool) -> Any:
     return mlir.lower_fun(computed, multiple_results=False)
 
 
-_product.def_impl(
-    functools.partial(jax.jit, static_argnames=("axes", "narrow", "dtype"))(
-        lambda a, b, axes, narrow, dtype: _product.bind(
-            a, b, axes=axes, narrow=narrow, dtype=dtype
-        )
-    )
-)
+@functools.partial(jax.jit, static_argnames=("axes", "narrow", "dtype"))
+def _by_platform(a: Any, b: Any, **how: Any) -> Any:
+    return _product.bind(a, b, **how)
+
+
+@_product.def_impl
+def _run(a: Any, b: Any, **how: Any) -> Any:
+    if jax.config.jax_disable_jit:
+        # Without a compiler, the product would run itself for ever.
+        return _computed(a, b, **how, widen=True)
+    return _by_platform(a, b, **how)
+
+
 _product.def_abstract_eval(_abstract)
 ad.defbilinear(_product, _of_first, _of_second)
 batching.primitive_batchers[_product] = _batched

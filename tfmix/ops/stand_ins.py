@@ -2,7 +2,7 @@
 
 Keras looks up its ops in a few modules. While a rule is active for any caller,
 these modules are replaced by copies. Their functions, and the operators of
-tensors, look up the caller's rules and compute by them (`compute`).
+tensors, look up the caller's rules and compute by them (`apply`).
 """
 
 import contextlib
@@ -18,10 +18,21 @@ from tfmix._keras import (
     op_places,
     replacing,
 )
-from tfmix.ops import compute, losses_from_logits, table
+from tfmix.ops import apply, attention, logits, loops, weights
+from tfmix.policy import op_lists
 from tfmix.policy import policy as policies
 
 Maker = Callable[[Any], Any]
+
+# The functions that compute ops in a way of their own. `apply` computes others.
+WAYS: dict[str, apply.Way] = {
+    **loops.WAYS,
+    **dict.fromkeys(("softmax", "sigmoid"), logits.with_logits),
+    "dot_product_attention": attention.dot_product_attention,
+    "separable_conv": weights.separable_conv,
+    "take": weights.take,
+}
+_OPS = {*op_lists.NARROW, *op_lists.DEFAULT_FLOAT32_OPS, *WAYS}
 
 
 class Method(NamedTuple):
@@ -139,7 +150,7 @@ def _makers_for(names: frozenset[str]) -> dict[replacing.Place, Maker]:
     makers: dict[replacing.Place, Maker] = {}
     ops = set(names) - {policies.SIXTEEN_BIT}
     if policies.SIXTEEN_BIT in names:
-        ops |= set(table.OPS)
+        ops |= _OPS
         for place, (name, is_reversed) in op_places.OPERATORS.items():
             makers[place] = functools.partial(
                 _of_op, name=name, is_reversed=is_reversed
@@ -163,9 +174,9 @@ def _of_op(original: Any, name: str, is_reversed: bool = False) -> Any:
     """Returns a function that computes an op by the rules of its caller."""
     if inspect.ismodule(original):
         copy = op_places.copy_module(original, _by_rules)
-        for name in losses_from_logits.LOSSES.keys() & vars(copy).keys():
+        for name in logits.LOSSES.keys() & vars(copy).keys():
             # These also hold where a loop computes the loss, outside of rules.
-            make = late(losses_from_logits.recovering)
+            make = late(logits.recovering)
             setattr(copy, name, make(getattr(copy, name)))
         return copy
     if isinstance(original, staticmethod):
@@ -173,7 +184,7 @@ def _of_op(original: Any, name: str, is_reversed: bool = False) -> Any:
     return _by_rules(original, name, is_reversed=is_reversed)
 
 
-_by_rules = functools.partial(compute.by_rules, rows=table.OPS)
+_by_rules = functools.partial(apply.by_rules, ways=WAYS)
 
 
 def late(make: Maker) -> Maker:

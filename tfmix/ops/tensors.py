@@ -72,6 +72,11 @@ def narrow(value: Any, dtype: str) -> Any:
     return kernels.cast(value, dtype)
 
 
+def rounded(nest: Any, dtype: str) -> Any:
+    """Casts the float32 tensors of a nest."""
+    return map_leaves(nest, lambda leaf: narrow(leaf, dtype))
+
+
 def finite(value: Any, dtype: str) -> Any:
     """Casts a float32 tensor; finite numbers stay finite.
 

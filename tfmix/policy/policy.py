@@ -8,8 +8,8 @@ import keras
 
 from tfmix import _formats
 from tfmix.policy import float32_layers as layer_rules
-from tfmix.policy import float32_ops as op_rules
 from tfmix.policy import names
+from tfmix.policy import op_lists as op_rules
 from tfmix.policy.devices import auto_policy, is_on_tensorflows_cpu
 
 # Every 16-bit policy has this rule, in addition to its ops.

@@ -104,6 +104,10 @@ def attach(model: keras.Model, *, asked_for: bool | None = None) -> None:
     model.train_function = None
 
 
+# Stands in files as the name of the class `Guarded`.
+_IMPORT = "LossScaleOptimizer of tfmix (write `import tfmix` first)"
+
+
 @keras.saving.register_keras_serializable("tfmix")
 class Guarded:
     """Records in a model's file that it was guarded, for its `compile`.
@@ -533,7 +537,9 @@ class _Guard:
         record = replacing.part(self._model, replacing.RULES)
         guarded = Guarded(alone=record is None)
         saved = keras.saving.serialize_keras_object(guarded)
-        return {**config, "guarded": saved}
+        # Keras imports no package for a file. It finds registered names, and
+        # its error shows the first class that it does not find: this one.
+        return {"guarded": {**saved, "class_name": _IMPORT}, **config}
 
 
 def _mended(pairs: list) -> list:

@@ -14,61 +14,136 @@ import importlib.util
 import json
 import os
 import pathlib
+import shutil
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _HERE = pathlib.Path(__file__).resolve().parent
 _TFMIX = _HERE.parents[2]  # the folder that holds the package
+_FAILED = 2
+# Why tfmix could not be imported, if it could not. It has been printed.
+_errors: list[str] = []
 
 
-class _AfterKeras(importlib.abc.MetaPathFinder):
-    """Finds Keras, and imports tfmix once Keras is there."""
+class _After(importlib.abc.MetaPathFinder):
+    """Calls a function each time that a module of some name was executed.
+
+    To find a module is not to import it: TensorFlow asks some fifteen times
+    where Keras is before it imports it.
+    """
+
+    def __init__(self, functions: Mapping[str, Callable[[Any], None]]) -> None:
+        self._functions = functions
 
     def find_spec(
         self, name: str, path: Any = None, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != "keras":
+        if name not in self._functions:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        others = [finder for finder in sys.meta_path if finder is not self]
+        found = (finder.find_spec(name, path, target) for finder in others)
+        spec = next(filter(None, found), None)
         if spec is None or spec.loader is None:
             return spec
-        execute = spec.loader.exec_module
+        execute, then = spec.loader.exec_module, self._functions[name]
 
         def exec_module(module: Any) -> None:
             execute(module)
-            _import_tfmix()
+            then(module)
 
         vars(spec.loader)["exec_module"] = exec_module
         return spec
 
 
-def _import_tfmix() -> None:
+def _import_tfmix(keras: Any) -> None:
     if importlib.util.find_spec("tfmix") is None:
         sys.path.append(str(_TFMIX))
     try:
         importlib.import_module("tfmix")
     except (ImportError, ValueError) as error:
         print(f"tfmix run: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        _errors.append(str(error))
+        raise SystemExit(_FAILED) from None
 
 
-def _mark_process() -> None:
+def _seeds(seed: int) -> dict[str, Callable[[Any], None]]:
+    """Seeds Python's generator, and returns what seeds the others.
+
+    Each is seeded before the script can do so, whose own seeds thus hold.
+    """
+    import random
+
+    random.seed(seed)
+    return {
+        "numpy.random": lambda numpy_random: numpy_random.seed(seed),
+        "tensorflow": lambda tensorflow: tensorflow.random.set_seed(seed),
+    }
+
+
+def _mark_process(settings: dict[str, Any]) -> None:
     """Tells the processes that the script starts that they are its own."""
-    settings = json.loads(os.environ["TFMIX_RUN"])
     if "process" not in settings:
         settings["process"] = os.getpid()
         os.environ["TFMIX_RUN"] = json.dumps(settings)
-        atexit.register(_say_what_is_missing, os.getpid())
+        # It was registered first, so it runs last.
+        atexit.register(_end, settings)
 
 
-def _say_what_is_missing(process: int) -> None:
-    if process == os.getpid() and "tfmix" not in sys.modules:
-        print(
-            "tfmix run: the script did not import Keras 3, so there is nothing "
-            "to report.",
-            file=sys.stderr,
+def _end(settings: dict[str, Any]) -> None:
+    """Removes temporary files, and says why there is no report, if so.
+
+    There is none if Keras did not run in this process.
+    """
+    if settings["process"] != os.getpid():
+        return
+    for path in settings.get("before", ())[:1]:
+        shutil.rmtree(os.path.dirname(path), ignore_errors=True)
+    unused = pathlib.Path(settings["unused"])
+    is_used = not unused.exists()
+    if is_used and "tfmix" in sys.modules:
+        return
+    unused.unlink(missing_ok=True)
+    error = _errors[0] if _errors else _why_nothing(is_used)
+    if settings.get("file"):
+        text = json.dumps(
+            {
+                "script": os.path.basename(sys.argv[0]),
+                "runs": [],
+                "others": [],
+                "error": error,
+            }
         )
+        pathlib.Path(settings["file"]).write_text(text, "utf-8")
+    if not _errors:
+        word = "" if is_used else "error: "
+        print(f"tfmix run: {word}{error}", file=sys.stderr)
+    # Nothing else could change the exit code now. Python has one of its own
+    # after an error.
+    if not is_used and getattr(sys, "last_value", None) is None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_FAILED)
+
+
+def _why_nothing(is_used: bool) -> str:
+    if is_used:
+        return (
+            "Keras ran only in processes that the script started. Each that "
+            "trained has reported; there is no report of the whole."
+        )
+    if "tf_keras" in sys.modules:
+        return (
+            "the script uses tf_keras, which is Keras 2, and tfmix needs Keras "
+            "3. Write `import keras` in its place, and leave the environment "
+            "variable TF_USE_LEGACY_KERAS unset."
+        )
+    return (
+        "the script ended before it made a layer or an optimizer of Keras 3, "
+        "so it ran as under `python`, and there is nothing to report. Give a "
+        "script that trains with `keras` or `tf.keras` (TensorFlow 2.16 or "
+        "later)."
+    )
 
 
 def _import_next() -> None:
@@ -80,10 +155,17 @@ def _import_next() -> None:
         spec.loader.exec_module(module)
 
 
+def _begin(settings: dict[str, Any]) -> None:
+    functions: dict[str, Callable[[Any], None]] = {"keras": _import_tfmix}
+    if (seed := settings.get("seed")) is not None:
+        functions |= _seeds(seed)
+    sys.meta_path.insert(0, _After(functions))
+    _mark_process(settings)
+
+
 sys.path[:] = [
     path for path in sys.path if pathlib.Path(path).resolve() != _HERE
 ]
 if "TFMIX_RUN" in os.environ:
-    sys.meta_path.insert(0, _AfterKeras())
-    _mark_process()
+    _begin(json.loads(os.environ["TFMIX_RUN"]))
 _import_next()

@@ -1,5 +1,6 @@
 """An op looks once at what came, and hands through what it has no part in."""
 
+import keras
 import numpy as np
 import pytest
 from keras import layers, ops
@@ -25,16 +26,12 @@ class AsStored(layers.Layer):
         return self.term(x, self.w)
 
 
-# TensorFlow's eager operators refuse it without tfmix, too.
-COMPILED = [m for m in steps.MODES if helpers.ON_JAX or m != "eager"]
-
-
-@pytest.mark.parametrize("mode", COMPILED)
+@pytest.mark.parametrize("mode", steps.MODES)
 @pytest.mark.parametrize(
     "term",
     [lambda x, w: x + w, lambda x, w: x - w, lambda x, w: w * x],
 )
-def test_a_variable_that_an_operator_does_not_read_is_handed_through(
+def test_an_operator_promotes_16_bit_beside_float32_as_keras_ops_do(
     term, mode, caplog
 ):
     x = ops.convert_to_tensor(np.float32([[0.5, 2.0]]))
@@ -84,7 +81,6 @@ def test_a_small_number_is_handed_on_by_an_op_that_changes_its_shape(
     [
         lambda x, y: x * y,
         lambda x, y: ops.sum(x * y, -1),
-        lambda x, y: ops.outer(x[0], y[0]),
         lambda x, y: ops.einsum("ni,ni->n", x, y),
         lambda x, y: ops.vdot(x[0], y[0]),
         lambda x, y: ops.dot(x[0], y[0]),
@@ -192,3 +188,94 @@ def test_a_quotient_of_small_numbers_has_the_gradient_of_float32(
     function, mode
 ):
     against_float32.check(lambda x, w: function(x), SMALL, ONES, mode=mode)
+
+
+LONG = RNG.uniform(0.3, 2, (20_000, 4)).astype("float32")
+IN_ONE_ROW = np.zeros((1000, 1), "int32")
+REDUCTIONS = {
+    "logsumexp": (lambda t: ops.logsumexp(t, axis=0), 8000),
+    "an index alone": (lambda t: ops.einsum("ni->i", t) / 1000, 20_000),
+    "indices alone": (lambda t: ops.einsum("ni,mi->i", t, t) / 1e4, 200),
+    "nanmean": (lambda t: ops.nanmean(t, axis=0), 20_000),
+    "nansum": (lambda t: ops.nansum(t, axis=0) / 1000, 20_000),
+    "nanvar": (lambda t: ops.nanvar(t, axis=0), 20_000),
+    "nanstd": (lambda t: ops.nanstd(t, axis=0), 20_000),
+    "moments": (lambda t: ops.moments(t, 0)[1], 20_000),
+    "scatter": (
+        lambda t: ops.scatter(IN_ONE_ROW, t, (3, 4))[0] / 100,
+        1000,
+    ),
+    "segment_sum": (
+        lambda t: ops.segment_sum(t, IN_ONE_ROW[:, 0], 3)[0] / 100,
+        1000,
+    ),
+    "a mean by hand": (lambda t: ops.sum(t, 0) / t.shape[0], 20_000),
+}
+
+
+@pytest.mark.parametrize("mode", steps.MODES)
+@pytest.mark.parametrize("policy", against_float32.WITHIN)
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_a_reduction_of_many_rows_sums_in_float32(name, policy, mode):
+    function, rows = REDUCTIONS[name]
+    if not hasattr(ops, name) and name.startswith("nan"):
+        pytest.skip("this Keras has no such op")
+    x = LONG[:rows]
+    against_float32.check(lambda x, w: function(x * w), x, ONES, policy, mode)
+
+
+class Calls(layers.Layer):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def build(self, shape):
+        self.w = self.add_weight(shape=(1, 5, 5), initializer="ones")
+
+    def call(self, x):
+        return self.function(self, x)
+
+
+BESIDE = {
+    "added": lambda layer, x: x[:, :, None] + ops.zeros((1, 5, 5), x.dtype),
+    "multiplied": lambda layer, x: x[:, :, None] * ops.ones((1, 5, 5), x.dtype),
+    "a weight": lambda layer, x: x[:, :, None] + layer.w,
+    "by pairs": lambda layer, x: x[:, :, None] - x[:, None, :],
+    "a bias": lambda layer, x: x + ops.ones((5,), x.dtype),
+    "a table": lambda layer, x: ops.relu(x) + ops.ones((1, 5), x.dtype),
+    "a mask": lambda layer, x: x * ops.ones((1, 5), x.dtype)[:, :1],
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_a_layer_of_an_unknown_batch_stays_in_16_bit(name, caplog):
+    tfmix.set_global_policy("mixed_float16")
+    layer = Calls(BESIDE[name])
+    layer(keras.Input((5,)))
+    assert layer.compute_dtype == "float16"
+    assert not caplog.text
+
+
+WITHOUT_KERNELS = {
+    "rfft": lambda t: ops.rfft(t)[0],
+    "fft": lambda t: ops.fft((t, t))[0],
+    "stft": lambda t: ops.stft(t, 4, 2, 4)[0],
+    "irfft": lambda t: ops.irfft((t, t)),
+    "fft2": lambda t: ops.fft2((t, t))[0],
+    "lu": lambda t: ops.lu_factor(t)[0],
+    "erfinv": lambda t: ops.erfinv(t / 100),
+    "cholesky": lambda t: ops.cholesky(t * 0 + ops.eye(8)),
+}
+
+
+@pytest.mark.parametrize("policy", against_float32.WITHIN)
+@pytest.mark.parametrize("name", WITHOUT_KERNELS)
+def test_an_op_without_a_16_bit_kernel_is_a_node_of_a_model(name, policy):
+    op, results = WITHOUT_KERNELS[name], []
+    for each in ("float32", policy):
+        tfmix.set_global_policy(each)
+        inputs = keras.Input((8,), batch_size=8)
+        dense = layers.Dense(8, kernel_initializer="identity")
+        model = keras.Model(inputs, op(dense(inputs)))
+        results.append(helpers.to_numpy(model(np.eye(8) + 0.25)))
+    np.testing.assert_allclose(*results, atol=1e-2)

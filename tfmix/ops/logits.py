@@ -13,7 +13,7 @@ from typing import Any
 import keras
 
 from tfmix._keras import global_state
-from tfmix.ops import compute
+from tfmix.ops import apply
 
 _ON_JAX = keras.backend.backend() == "jax"
 # Losses of `keras.ops` with `from_logits`, and the activation that they invert.
@@ -27,11 +27,11 @@ if _ON_JAX:
     }
 
 
-def noting(call: compute.Call) -> Any:
+def with_logits(call: apply.Call) -> Any:
     """Computes an activation, and notes its input on its output."""
     args, kwargs = call.came
     x = args[0] if args else kwargs["x"]
-    result = compute.usual(call)
+    result = apply.apply(call)
     if _ON_JAX:
         axis = {k: v for k, v in kwargs.items() if k == "axis"}
         note = {_key(call.op.original.__name__, result, **axis): x}

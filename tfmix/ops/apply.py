@@ -1,0 +1,599 @@
+"""What an op computes while a 16-bit policy is active.
+
+Every op of Keras and every operator of tensors goes through `apply`, which
+looks once at the arguments. The three lists of the policy decide (`op_lists`):
+a narrow op takes 16 bit, a wide op computes in float32 and returns float32, and
+an op that is float32 inside returns 16 bit. Any other op takes what comes:
+beside float32, 16 bit is widened, as Keras's ops do.
+
+Three more things are known of what comes. What is made of weights alone is
+computed in float32 and stays a weight, whose gradient is float32. A number that
+16 bit cannot hold widens. So does arithmetic on an input that was only cast.
+"""
+
+import functools
+import inspect
+import math
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfmix import _formats
+from tfmix._keras import context_values, global_state, op_places, tracing
+from tfmix._keras import variables as keras_variables
+from tfmix.ops import exact_values, tensors
+from tfmix.policy import op_lists
+
+# The sum of so few terms is exact to some units of a 16-bit last place.
+_FEW = 64
+_NUMBERS = (int, float, np.integer, np.floating)
+# A union of types is made anew wherever it is written.
+_NESTS, _ARRAYS = (list, tuple, dict), (np.generic, np.ndarray)
+_PLAIN = frozenset((str, bool, type(None), type(...), slice))
+_ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
+_block = context_values.block.get
+
+# A number beside a tensor is a value. Elsewhere it is a size, an axis, or a
+# setting.
+_TAKES_VALUES = frozenset(
+    (
+        *("add", "subtract", "multiply", "divide", "true_divide", "mod"),
+        *("maximum", "minimum", "clip", "where", "floor_divide", "fmod"),
+        *("array", "full", "full_like", "cast", "convert_to_tensor"),
+    )
+)
+# These place tensors beside each other. The gradient of one is a part of the
+# result's.
+_JOINS = frozenset(
+    ("concatenate", "stack", "append", "hstack", "vstack", "dstack")
+)
+# Ids, times and raw features lose digits in a cast, which show after these.
+_ARITHMETIC = frozenset(
+    (
+        *("add", "subtract", "multiply", "divide", "mod", "floor_divide"),
+        *("fmod", "floor", "ceil", "round", "trunc", "equal", "not_equal"),
+    )
+)
+# What they return of an input that was only cast is such an input again.
+_MOVES = frozenset(
+    (
+        *("get_item", "slice", "take", "split", "unstack", "squeeze"),
+        *("reshape", "expand_dims", "ravel", "transpose", "swapaxes"),
+        *("moveaxis", "flip"),
+    )
+)
+
+
+class _Local(threading.local):
+    # Whether Keras's own function of an op runs in this thread. What it calls
+    # is not replaced.
+    inside = False
+
+
+_local = _Local()
+
+
+class Function:
+    """Keras's function of an op.
+
+    Attributes:
+        original: The function.
+        name: The name of the op.
+        is_reversed: Whether it takes its second factor first.
+        is_composed: Whether it calls other ops, which compute as usual.
+        dtype_at: The position of its `dtype` argument, `None` without one.
+    """
+
+    def __init__(self, original: Callable, name: str, is_reversed: bool):
+        self.original, self.name = original, name
+        self.is_reversed = is_reversed
+        self.is_composed = (
+            original.__name__ in op_places.WITH_FUNCTIONS
+            or original.__module__ in op_places.COMPOSED
+        )
+        # `inspect.signature` takes 20 times as long, for hundreds of ops.
+        code = getattr(inspect.unwrap(original), "__code__", None)
+        count = code.co_argcount + code.co_kwonlyargcount if code else 0
+        names = code.co_varnames[:count] if code else ()
+        self.dtype_at = names.index("dtype") if "dtype" in names else None
+
+    def by_name(self, args: tuple, kwargs: dict) -> dict[str, Any]:
+        """Returns arguments by their names, with defaults."""
+        bound = inspect.signature(self.original).bind(*args, **kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+    def run(self, args: tuple, kwargs: dict) -> Any:
+        """Calls Keras's function; what it calls is not replaced."""
+        if self.is_reversed:
+            args = args[::-1]
+        if self.is_composed or _local.inside:
+            return self.original(*args, **kwargs)
+        _local.inside = True
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            _local.inside = False
+
+
+class Call:
+    """One call of an op, and what is known of its arguments.
+
+    Attributes:
+        op: The function.
+        args: The positional arguments, with variables read.
+        kwargs: The keyword arguments, with variables read.
+        came: The arguments as they came.
+        is_ruled: Whether the policy computes this op in float32.
+        tensors: The 16-bit tensors, and beside them what wide ops made of
+            weights alone.
+        copies: The note on each of these, `None` without one.
+        weights: How many of them are weights.
+        inputs: How many of them are inputs that were only cast.
+        dtype: The dtype of the 16-bit tensors, "" without one.
+        has_wide: Whether there is another float tensor of another dtype.
+        is_sparse: Whether there is a sparse tensor.
+        numbers: The numbers among the arguments.
+        read: The values of variables, by their `id`s.
+        wide: The other float tensors.
+    """
+
+    __slots__ = (
+        "args",
+        "came",
+        "copies",
+        "dtype",
+        "has_wide",
+        "inputs",
+        "is_ruled",
+        "is_sparse",
+        "kwargs",
+        "numbers",
+        "op",
+        "read",
+        "tensors",
+        "weights",
+        "wide",
+    )
+
+    def __init__(
+        self, op: Function, args: tuple, kwargs: dict, is_ruled: bool
+    ) -> None:
+        self.op, self.is_ruled = op, is_ruled
+        if op.is_reversed:
+            args = args[::-1]
+        self.came = args, kwargs
+        self.args, self.kwargs = args, kwargs
+
+    def look(self) -> None:
+        """Reads the variables, and finds tensors, their notes, and numbers."""
+        self.dtype, self.weights, self.inputs = "", 0, 0
+        self.has_wide = self.is_sparse = False
+        self.tensors: list[Any] = []
+        self.copies: list[exact_values.Copy | None] = []
+        self.numbers: list[Any] = []
+        self.wide: list[Any] = []
+        self.read: dict[int, Any] = {}
+        self.args = tuple([self._see(value, True) for value in self.args])
+        if self.kwargs:
+            self.kwargs = {
+                name: self._see(value, True)
+                for name, value in self.kwargs.items()
+            }
+        if not self.dtype:
+            return
+        for value in self.wide:
+            copy = global_state.note(value, exact_values.NOTE)
+            if copy is None:
+                self.has_wide = True
+            else:
+                self._note(value, copy)
+
+    def _see(self, value: Any, is_argument: bool = False) -> Any:
+        """Notes what an argument is; returns it, or a variable's value."""
+        kind: Any = type(value)
+        if kind is float or kind is int:
+            if is_argument:
+                self.numbers.append(value)
+            return value
+        if kind in _PLAIN:
+            return value
+        if isinstance(value, _NESTS):
+            for one in value.values() if isinstance(value, dict) else value:
+                self._see(one)
+            if not self.read:
+                return value
+            return tensors.with_leaves(value, self.read)
+        if keras_variables.is_variable_type(kind):
+            # A layer's variables of other dtypes are handed on as they came.
+            dtype = str(value.dtype)
+            if dtype in _formats.SIXTEEN_BIT:
+                name = id(value)
+                if name not in self.read:
+                    self.read[name] = keras_variables.read_by_layer(value)
+                value = self.read[name]
+        else:
+            own = getattr(value, "dtype", None)
+            dtype = "" if own is None else tensors.known_dtype(kind, own)
+        if isinstance(value, _ARRAYS) and _is_number(value):
+            if is_argument:
+                self.numbers.append(value)
+            return value
+        if dtype:
+            self._count(value, dtype)
+        return value
+
+    def _count(self, value: Any, dtype: str) -> None:
+        if dtype not in _formats.SIXTEEN_BIT:
+            self.wide.append(value)
+            self.is_sparse = self.is_sparse or dtype == "sparse"
+            return
+        self.has_wide = self.has_wide or self.dtype not in ("", dtype)
+        self.dtype = dtype
+        self._note(value, global_state.note(value, exact_values.NOTE))
+
+    def _note(self, value: Any, copy: exact_values.Copy | None) -> None:
+        self.tensors.append(value)
+        self.copies.append(copy)
+        if copy is not None:
+            self.weights += copy.is_weight
+            self.inputs += not copy.is_weight
+
+    def as_it_came(self) -> Any:
+        """Computes with the arguments as they came."""
+        return self.op.run(*self.came)
+
+    def plain(self) -> Any:
+        """Computes in the dtypes of the arguments."""
+        return self.op.run(self.args, self.kwargs)
+
+    def change(self, function: Callable[[Any], Any]) -> None:
+        """Replaces tensors among the arguments, and looks again."""
+        arguments = tensors.map_leaves((self.args, self.kwargs), function)
+        self.args, self.kwargs = arguments
+        self.look()
+
+    def in_float32(self) -> Any:
+        """Computes in float32, with float32 as the dtype if 16 bit is asked."""
+        args, kwargs = tensors.map_leaves(
+            (self.args, self.kwargs), exact_values.float32_value
+        )
+        place = self.op.dtype_at
+        if place is not None and self.wanted() in _formats.SIXTEEN_BIT:
+            if len(args) > place:
+                args = (*args[:place], "float32", *args[place + 1 :])
+            else:
+                kwargs = {**kwargs, "dtype": "float32"}
+        return self.op.run(args, kwargs)
+
+    def wanted(self) -> str | None:
+        """Returns the dtype that the call asks for, `None` without one."""
+        place = self.op.dtype_at
+        if place is None:
+            return None
+        at_place = self.args[place : place + 1]
+        wanted = at_place[0] if at_place else self.kwargs.get("dtype")
+        return (
+            None if wanted is None else keras.backend.standardize_dtype(wanted)
+        )
+
+    def with_factors(self, first: Any, second: Any) -> Callable:
+        """Returns the op as a function of two of its arguments.
+
+        A gradient holds the function, which therefore holds neither of them.
+        """
+        run, count = self.op.run, len(self.args)
+        rest: dict[Any, Any] = {**dict(enumerate(self.args)), **self.kwargs}
+        one_at, other_at = (
+            next(name for name, value in rest.items() if value is factor)
+            for factor in (first, second)
+        )
+        rest |= {one_at: None, other_at: None}
+
+        def function(one: Any, other: Any) -> Any:
+            given = {**rest, one_at: one, other_at: other}
+            args = tuple([given.pop(place) for place in range(count)])
+            return run(args, given)
+
+        return function
+
+    def weight_at(self) -> int | None:
+        """Returns which of two tensors is a weight, if just one is."""
+        if len(self.tensors) != 2 or self.weights != 1:
+            return None
+        first = self.copies[0]
+        return 0 if first is not None and first.is_weight else 1
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.shape == () and value.dtype.kind in "iuf"
+    return isinstance(value, _NUMBERS)
+
+
+# Takes a call that has not been looked at; computes it.
+Way = Callable[[Call], Any]
+
+
+def by_rules(
+    original: Callable,
+    name: str,
+    ways: Mapping[str, Way],
+    is_reversed: bool = False,
+) -> Callable:
+    """Returns Keras's function of an op, computed by the rules of its caller.
+
+    Args:
+        original: The function.
+        name: The name of the op.
+        ways: The functions that compute some ops, by their names. All others
+            are computed by `apply`.
+        is_reversed: Whether the function takes its second factor first.
+    """
+    op = Function(original, name, is_reversed)
+    way = ways.get(name, apply)
+
+    @functools.wraps(original)
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        if _local.inside:
+            return original(*args, **kwargs)
+        # This is `context_values.active_rules`; nothing is called more often.
+        names = _block().rules
+        if names is None:
+            names = context_values.installed.rules
+        if not names:
+            return original(*args, **kwargs)
+        return way(Call(op, args, kwargs, name in names))
+
+    return computed
+
+
+def apply(call: Call) -> Any:
+    """Computes an op by the lists and by what comes."""
+    call.look()
+    return decide(call)
+
+
+def decide(call: Call) -> Any:
+    """Computes an op whose arguments were looked at."""
+    if not call.tensors:
+        return _made(call)
+    if call.is_sparse:
+        return call.as_it_came()
+    if call.weights == len(call.tensors) and not call.has_wide:
+        return _of_weights(call)
+    name = call.op.name
+    if name in ("sigmoid", "tanh") and _casts_in_each_step():
+        return call.plain()
+    if call.is_ruled or _is_wide(call):
+        return _in_float32(call)
+    if name in op_lists.NARROW:
+        return _product(call)
+    if call.has_wide:
+        return call.in_float32()
+    if call.inputs and name in _MOVES:
+        return _moved(call)
+    if call.weights:
+        return with_weights(call)
+    if (place := _often_repeated(call)) is not None:
+        return _with_repeated(call, place)
+    return call.plain()
+
+
+def _is_wide(call: Call) -> bool:
+    """Returns whether an op that is on no list needs float32."""
+    name, count = call.op.name, len(call.tensors)
+    if name in op_lists.NARROW:
+        return _sums_numbers(call)
+    wanted = call.wanted()
+    if wanted is not None and wanted not in _formats.SIXTEEN_BIT:
+        return True
+    if name == "multiply" and count == 2:
+        # A square leaves float16's range, and other products need not.
+        if call.tensors[0] is call.tensors[1]:
+            return True
+    if name in _TAKES_VALUES and _is_unfit(call.numbers, call.dtype):
+        return True
+    return call.inputs == count and name in _ARITHMETIC
+
+
+def _in_float32(call: Call) -> Any:
+    """Computes in float32; what is 16 bit by list or by wish is rounded."""
+    result, wanted = call.in_float32(), call.wanted()
+    if wanted in _formats.SIXTEEN_BIT:
+        return tensors.rounded(result, wanted)
+    if _block().in_loop and not _casts_in_each_step():
+        # A recurrent layer keeps what each step computes for the gradient.
+        return tensors.rounded(result, call.dtype)
+    given = call.args[0] if call.args else next(iter(call.kwargs.values()))
+    if call.op.name in op_lists.INSIDE and tensors.is_16_bit(given):
+        # Statistics beside the input may be float32.
+        return tensors.rounded(result, call.dtype)
+    return result
+
+
+def _casts_in_each_step() -> bool:
+    """Returns whether TensorFlow's kernels compute a recurrent layer's step.
+
+    They cast each tensor on its own, so few are cast.
+    """
+    return _block().in_loop and tracing.in_graph_without_xla()
+
+
+def _of_weights(call: Call) -> Any:
+    """Computes in float32; the result is a weight again.
+
+    It is a 16-bit copy where the op would return 16 bit.
+    """
+    is_wide = len(call.wide) > 0 or (
+        call.is_ruled and call.op.name not in op_lists.INSIDE
+    )
+    is_wide = is_wide or _is_wide(call)
+    dtype = call.wanted() or ("float32" if is_wide else call.dtype)
+
+    def noted(value: Any) -> Any:
+        if tensors.float_dtype(value) != "float32":
+            return value
+        return exact_values.weight_copy(value, tensors.narrow(value, dtype))
+
+    return tensors.map_leaves(call.in_float32(), noted)
+
+
+def _product(call: Call) -> Any:
+    """Multiplies in 16 bit, what is float32 beside it included."""
+    if call.wide:
+        _narrow(call)
+    return with_weights(call) if call.weights else call.plain()
+
+
+def _narrow(call: Call) -> None:
+    """Gives a call 16-bit copies of what is float32."""
+
+    def copy(value: Any) -> Any:
+        narrowed = tensors.narrow(value, call.dtype)
+        if narrowed is value or exact_values.weight_of(value) is None:
+            return narrowed
+        return exact_values.weight_copy(value, narrowed)
+
+    call.change(copy)
+
+
+# The functions that compute an op with one weight and one input, so that the
+# gradient of the weight is float32, by the names of ops (`weights`).
+WITH_WEIGHT: dict[str, Way] = {}
+
+
+def with_weights(call: Call) -> Any:
+    """Computes with weights beside 16-bit inputs; returns 16 bit."""
+    if call.wide:
+        _narrow(call)
+    if call.op.name in _JOINS:
+        return call.plain()
+    way = WITH_WEIGHT.get(call.op.name)
+    if way is None or _block().in_map:
+        return rounded(call)
+    return way(call)
+
+
+def rounded(call: Call) -> Any:
+    """Computes in float32, and rounds once."""
+    return tensors.rounded(call.in_float32(), call.dtype)
+
+
+def _moved(call: Call) -> Any:
+    """Moves an input that was only cast; the result is one again."""
+
+    def noted(value: Any) -> Any:
+        copy = tensors.narrow(value, call.dtype)
+        return exact_values.input_copy(value, copy)
+
+    return tensors.map_leaves(call.in_float32(), noted)
+
+
+def _with_repeated(call: Call, place: int) -> Any:
+    """Computes with a tensor for many rows, whose gradient sums over these."""
+    repeated = call.tensors[place]
+    if call.op.name not in WITH_WEIGHT or len(call.tensors) != 2:
+        return rounded(call)
+    weight = tensors.to_float32(repeated)
+    copy = exact_values.weight_copy(weight, tensors.narrow(weight, call.dtype))
+    call.change(lambda x: copy if x is repeated else x)
+    return with_weights(call)
+
+
+def _made(call: Call) -> Any:
+    """Computes an op without 16-bit tensors, which may make one of a number.
+
+    A number that the format cannot hold stays finite, and other than zero.
+    """
+    dtype = call.wanted()
+    if not (
+        dtype in _formats.SIXTEEN_BIT
+        and call.op.name in _TAKES_VALUES
+        and _is_unfit(call.numbers, dtype)
+    ):
+        return call.as_it_came()
+    # TensorFlow casts a NumPy number to the dtype of the tensor.
+    if _ON_TENSORFLOW:
+        call.args, call.kwargs = tensors.map_leaves(
+            (call.args, call.kwargs),
+            lambda x: x.item() if isinstance(x, np.generic) else x,
+        )
+    return tensors.finite(tensors.not_zero(call.in_float32(), dtype), dtype)
+
+
+def _is_unfit(numbers: list, dtype: str) -> bool:
+    """Returns whether a number would be infinite, or zero, in a format."""
+    limits = _formats.LIMITS[dtype]
+    return any(
+        limits.max < abs(number) < math.inf
+        # Half of the smallest number rounds to zero.
+        or 0 < abs(number) <= limits.smallest / 2
+        for number in numbers
+    )
+
+
+def _sums_numbers(call: Call) -> bool:
+    """Returns whether a product sums number by number, as one of vectors.
+
+    No matrix is multiplied then, and each result is a sum over many terms.
+    """
+    if call.op.name == "einsum" and isinstance(call.args[0], str):
+        before, _, after = call.args[0].replace(" ", "").partition("->")
+        sides = before.split(",")
+        alone = (
+            letter
+            for n, side in enumerate(sides)
+            for letter in side
+            if letter.isalpha()
+            and letter not in "".join(sides[:n] + sides[n + 1 :])
+        )
+        has_sum = bool(after) and any(x not in after for x in alone)
+        return has_sum or (len(sides) == 2 and sides[0] == sides[1])
+    is_dot = call.op.name in ("matmul", "dot", "inner", "tensordot")
+    return (
+        is_dot
+        and len(call.tensors) == 2
+        and all(_rank(x) == 1 for x in call.tensors)
+    )
+
+
+def _rank(tensor: Any) -> int | None:
+    """Returns the number of axes, `None` where TensorFlow does not know."""
+    shape = tensor.shape
+    return None if getattr(shape, "rank", 0) is None else len(shape)
+
+
+def _often_repeated(call: Call) -> int | None:
+    """Returns which 16-bit tensor an op repeats for many rows."""
+    if len(call.tensors) < 2 or call.op.name in _JOINS:
+        return None
+    if any(_rank(x) is None for x in call.tensors):
+        return None
+    sizes = [size(x.shape) for x in call.tensors]
+    if not is_often(min(sizes), max(sizes)):
+        return None
+    is_bias = call.op.name in ("add", "subtract") and len(sizes) == 2
+    sums_in_16_bit = _sums_in_16_bit(call) if _ON_TENSORFLOW else is_bias
+    return sizes.index(min(sizes)) if sums_in_16_bit else None
+
+
+def size(shape: Any) -> int:
+    """Returns the size of a tensor; an axis of unknown length is long."""
+    return math.prod(n if isinstance(n, int) else _FEW + 1 for n in shape)
+
+
+def is_often(few: int, many: int) -> bool:
+    """Returns whether 16 bit loses digits of sums over `many / few` terms."""
+    return many > _FEW * few
+
+
+def _sums_in_16_bit(call: Call) -> bool:
+    """Returns whether the gradient of a repeated tensor is a 16-bit sum.
+
+    TensorFlow's kernels of a CPU sum in 16 bit. XLA and GPUs round the sum.
+    """
+    return not (tracing.by_xla() or tracing.for_gpu(call.tensors[0]))

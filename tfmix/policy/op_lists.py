@@ -1,0 +1,121 @@
+"""The three lists of ops: narrow, wide, and float32 inside, with reasons.
+
+They are torch.autocast's lists for Keras's ops. *Narrow* ops take 16 bit, even
+beside float32. *Wide* ops compute in float32 and return float32. Ops that are
+*float32 inside* compute in float32 and return 16 bit. All others take what
+comes. A policy's `float32_ops` are the last two lists, or a list of your own.
+
+`tests/ops/test_every_op.py` compares every op, in each role, with float32.
+`python -m benchmarks.layers --part ops` measures them on large tensors.
+"""
+
+from collections.abc import Iterable
+
+from tfmix import _arguments
+from tfmix._keras import op_places
+from tfmix.policy import float32_layers
+
+# Accelerators multiply 16-bit matrices on Tensor Cores and sum in float32.
+NARROW = frozenset(
+    (
+        *("matmul", "dot", "inner", "tensordot", "einsum"),
+        *("conv", "depthwise_conv", "conv_transpose", "separable_conv"),
+    )
+)
+
+WIDE: tuple[str, ...] = (
+    # Sums over many terms overflow float16, and lose digits in bfloat16.
+    *("sum", "mean", "average", "var", "std", "moments", "segment_sum"),
+    *("nansum", "nanmean", "nanvar", "nanstd", "trace", "trapezoid", "vdot"),
+    *("cumsum", "nancumsum", "bincount", "scatter", "corrcoef", "cdist"),
+    *("norm", "normalize", "logsumexp", "logaddexp", "logaddexp2"),
+    *("psnr", "ssim"),
+    # Products and powers leave float16's range in a few steps.
+    *("prod", "nanprod", "cumprod", "nancumprod", "segment_prod", "vander"),
+    *("square", "power", "exp", "exp2", "expm1", "sinh", "cosh", "i0"),
+    *("geomspace", "logspace"),
+    # Their derivatives are unbounded near 0, or near 1.
+    *("log", "log2", "log10", "log1p", "sqrt", "rsqrt", "cbrt", "reciprocal"),
+    *("divide", "true_divide", "divide_no_nan", "hypot", "arctan2", "erfinv"),
+    *("arccos", "arccosh", "arcsin", "arctanh"),
+    # 16 bit rounds what saturates to 1, where its derivative is 0.
+    *("softmax", "log_softmax", "sparsemax", "sigmoid", "log_sigmoid"),
+    *("softplus", "tanh", "hard_sigmoid", "sparse_sigmoid", "softsign"),
+    # No 16-bit kernel exists. The orthogonal initializer of every recurrent
+    # layer needs `qr`.
+    *("cholesky", "cholesky_inverse", "det", "eig", "eigh", "inv", "logdet"),
+    *("lstsq", "lu_factor", "pinv", "qr", "slogdet", "solve"),
+    *("solve_triangular", "svd"),
+    *("fft", "fft2", "ifft2", "rfft", "irfft", "stft", "istft"),
+    # The gradients of these losses are infinite where float32's are not.
+    *("categorical_crossentropy", "sparse_categorical_crossentropy"),
+    *("binary_crossentropy", "ctc_loss"),
+)
+
+# A result is as large as the activations that it is made of, so 16 bit halves
+# the memory of what a layer hands on.
+INSIDE: tuple[str, ...] = (
+    *("batch_normalization", "layer_normalization", "rms_normalization"),
+    # Its products take 16 bit, and the softmax between them float32.
+    "dot_product_attention",
+    *("average_pool", "adaptive_average_pool"),
+    # These activations overflow inside.
+    *("selu", "squareplus", "hard_silu"),
+    # Their gradients sum over all places of a number.
+    *("take_along_axis", "broadcast_to", "repeat", "tile", "resize"),
+)
+
+DEFAULT_FLOAT32_OPS = (*WIDE, *INSIDE)
+
+
+def default_float32_ops(
+    *, add: Iterable[str] = (), remove: Iterable[str] = ()
+) -> list[str]:
+    """Returns the default op rules, extended or shortened, as a fresh list.
+
+    Use it to write a policy's own list:
+    `Policy(name, float32_ops=Policy.default_float32_ops(add=["cos"]))`. An op
+    that you add computes in float32 and returns float32.
+
+    Args:
+        add: Names to append. Defaults to none.
+        remove: Names to leave out. Defaults to none.
+
+    Returns:
+        A list of op names; changing it changes nothing else.
+
+    Raises:
+        ValueError: If a name in `add` is unknown or on the list already, or
+            a name in `remove` is not on the list.
+
+    Examples:
+        >>> "softmax" in default_float32_ops()
+        True
+        >>> "sum" in default_float32_ops(remove=["sum"])
+        False
+    """
+    allowed = "ops of the default list"
+    kept = float32_layers.without(DEFAULT_FLOAT32_OPS, remove, allowed)
+    return list(resolve([*kept, *add]))
+
+
+def resolve(names: Iterable[str]) -> tuple[str, ...]:
+    """Checks a list of op names and returns it as a tuple."""
+    example = "['softmax', 'sum']"
+    return float32_layers.distinct("float32_ops", names, _check, example)
+
+
+def _check(name: object) -> None:
+    if not isinstance(name, str):
+        raise TypeError(
+            "`float32_ops` takes names, for example 'softmax'. "
+            f"Received: {name!r} of type {type(name).__name__}."
+        )
+    # Every Keras version accepts the names of the default list, so that a list
+    # written on a newer version loads on an older one.
+    if name not in DEFAULT_FLOAT32_OPS and not op_places.is_op(name):
+        raise ValueError(
+            "`float32_ops` must name functions of `keras.ops` or "
+            f"`keras.activations` that take tensors. Received: {name!r}."
+            f"{_arguments.did_you_mean(name, op_places.op_names())}"
+        )
