@@ -18,9 +18,9 @@ import pytest
 
 from tests import helpers, processes
 from tests.tree import ROOT
-from tfmix import cli
-from tfmix._run import report, session, steps, verdict
 from tfmix.policy import names
+from tfmix.tools import cli
+from tfmix.tools.run import report, session, steps, verdict
 
 BACKEND = keras.backend.backend()
 # Without Keras there is no backend to try it with.
