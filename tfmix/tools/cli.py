@@ -135,7 +135,7 @@ def _launch(options: argparse.Namespace) -> int:
             "another path."
         )
     launcher = runpy.run_path(
-        str(pathlib.Path(__file__).with_name("_run") / "launcher.py")
+        str(pathlib.Path(__file__).with_name("run") / "launcher.py")
     )
     code = launcher["run"](
         words,
@@ -225,7 +225,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _version() -> str:
     """Reads the version from the source, without importing it."""
-    source = pathlib.Path(__file__).with_name("__init__.py")
+    source = pathlib.Path(__file__).parents[1] / "__init__.py"
     (version,) = re.findall(r'^__version__ = "(.+)"$', source.read_text(), re.M)
     return str(version)
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 _HERE = pathlib.Path(__file__).resolve().parent
-_TFMIX = _HERE.parents[2]  # the folder that holds the package
+_TFMIX = _HERE.parents[3]  # the folder that holds the package
 _FAILED = 2
 # Why tfmix could not be imported, if it could not. It has been printed.
 _errors: list[str] = []
