@@ -240,12 +240,12 @@ def _bytes(array):
 
 
 @contextlib.contextmanager
-def without_borders():
-    """Calls models without a border, so that gradients are not scaled."""
+def without_gates():
+    """Calls models without gates, so that gradients are not scaled."""
 
     def call(model, compute, args, kwargs):
         return compute(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_call, "at_border", call)
+        patch.setattr(model_call, "between_gates", call)
         yield

@@ -183,9 +183,6 @@ FUNCTIONS = {
         "record_operation": "op_type output_tensors input_tensors "
         "backward_function",
     },
-    "tensorflow.python.ops.resource_variable_ops": {
-        "variable_accessed": "variable",
-    },
     "tensorflow.python.eager.forwardprop_util": {"pack_tangents": "tensors"},
     "tensorflow.python.eager.imperative_grad": {
         "imperative_grad": "tape target sources output_gradients",
@@ -208,7 +205,6 @@ CONSTANTS = {
     "tensorflow.python.eager.record": {"VariableWatcher": type},
     "tensorflow.python.ops.control_flow_v2_func_graphs": {
         "ControlFlowFuncGraph": type,
-        "WhileBodyFuncGraph": type,
     },
     FUNCTION: {"Function": type},
     f"{FUNCTION}.Function": {"_run_functions_eagerly": property},

@@ -328,25 +328,3 @@ def test_metrics_of_compile_are_known_before_they_are_built():
     x = np.ones((2, 3, 4))
     model.fit(x, 0.0 * model.predict(x, verbose=0), verbose=0)
     assert training.metrics(model) == model.metrics
-
-
-@tensorflow_only
-def test_the_body_of_a_loop_knows_the_graph_around_it():
-    import tensorflow as tf
-
-    seen = []
-
-    @tf.function
-    def loop():
-        outer = tf.compat.v1.get_default_graph()
-
-        def body(n):
-            seen.append(tracing.is_body_in(outer))
-            return n + 1
-
-        seen.append(tracing.is_body_in(outer))
-        return tf.while_loop(lambda n: n < 3, body, [tf.constant(0)])
-
-    loop()
-    assert seen[0] is False
-    assert set(seen[1:]) == {True}

@@ -51,7 +51,6 @@ class Comparison:
             for owner, _ in (
                 *custom_vjp.PLACES,
                 *tapes.CUSTOM,
-                *tapes.TAPE,
                 *tapes.GRADIENTS,
                 *tapes.TRACE,
                 *op_places.OPERATORS,

@@ -373,7 +373,7 @@ def test_trials_of_a_fast_growing_scale_are_not_reported(said, monkeypatch):
     model = compiled(initial_scale=2.0**8, dynamic_growth_steps=2)
     data = batches(64)
     data["y"][:] = 100.0
-    with helpers.without_borders():
+    with helpers.without_gates():
         model.fit(**data, epochs=4)
     assert model.optimizer.skipped_steps > 10
     assert not said

@@ -19,7 +19,7 @@ if keras.backend.backend() == "jax":
 
 X = np.random.default_rng(0).normal(size=(32, 8)).astype("float32")
 Y = X[:, :1]
-# Gradients of this factor are lost in float16 unless a border scales them.
+# Gradients of this factor are lost in float16 unless gates scale them.
 FACTOR = 1e-6
 
 

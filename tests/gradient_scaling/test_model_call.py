@@ -1,4 +1,4 @@
-"""The border of a model changes nothing but its gradients."""
+"""The gates of a model change nothing but its gradients."""
 
 import functools
 import gc
@@ -60,7 +60,7 @@ def of_ids():
 def test_results_are_the_same_bits(make, x):
     model = make()
     found = called(model, x)
-    with helpers.without_borders():
+    with helpers.without_gates():
         helpers.assert_same_bits(found, called(model, x))
     assert keras.backend.standardize_dtype(found.dtype) == "float32"
 
@@ -147,7 +147,7 @@ def test_statistics_are_updated_once_and_losses_added_once(mode):
     if mode != "eager":
         run = tf.function(penalised, jit_compile=mode == "jit")
     assert int(run()) == 1
-    with helpers.without_borders():
+    with helpers.without_gates():
         twin(X, training=True)
     for one, other in zip(model.get_weights(), twin.get_weights(), strict=True):
         np.testing.assert_array_equal(one, other)

@@ -17,7 +17,7 @@ if keras.backend.backend() == "tensorflow":
 
 X = np.random.default_rng(0).normal(size=(64, 16)).astype("float32")
 Y = np.random.default_rng(1).normal(3.0, size=(64, 1)).astype("float32")
-# Float16 without a border loses the first and overflows at the last.
+# Float16 without gates loses the first and overflows at the last.
 FACTORS = (1e-6, 1e6)
 
 
@@ -102,7 +102,7 @@ def test_without_a_policy_a_function_is_traced_once():
     assert len(traces) == 1
 
 
-def test_a_concrete_function_without_a_border_says_so_when_it_is_trained(
+def test_a_concrete_function_without_gates_says_so_when_it_is_trained(
     said,
 ):
     tfmix.set_global_policy("mixed_float16")

@@ -1,4 +1,4 @@
-"""Recurrent layers without XLA: what their steps leave to the code around."""
+"""Recurrent layers in TensorFlow's loops have the gradients of float32."""
 
 import contextlib
 import itertools
@@ -10,7 +10,6 @@ from keras import layers, ops
 
 import tfmix
 from tests import helpers
-from tests.ops import test_gpu_products as gpu_products
 from tfmix._keras import tracing
 
 if keras.backend.backend() == "tensorflow":
@@ -190,49 +189,6 @@ def test_second_gradients_through_a_loop_are_those_of_float32(name):
     is_close(found, exact, 0.02)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(
-    ("make", "shape"),
-    [
-        (lambda: layers.LSTM(UNITS), (3, STEPS, 4)),
-        (lambda: layers.GRU(UNITS), (3, STEPS, 4)),
-        (lambda: layers.ConvLSTM1D(UNITS, 3), (3, STEPS, 7, 4)),
-    ],
-)
-def test_the_steps_of_a_loop_round_no_weight_and_keep_none(make, shape, policy):
-    tfmix.set_global_policy(policy)
-    model = keras.Sequential([make()])
-    model.build(shape)
-    step = gpu_products.gradients_of(model)
-    with tracing.compiled_for("cuda"):
-        graph = step.get_concrete_function(tf.zeros(shape)).graph
-    bodies = bodies_of(graph)
-    assert len(bodies) == 2
-    weights = {tuple(v.shape) for v in model.trainable_variables}
-    for body in bodies:
-        for op in gpu_products.operations(body, set()):
-            made = {
-                (tuple(x.shape), x.dtype) for x in op.outputs if x.shape.rank
-            }
-            sizes = {size for size, _ in made}
-            assert op.type != "TensorListPopBack" or not sizes & weights
-            # A power of two multiplies the sum of all steps.
-            assert op.type not in ("Mul", "ReadVariableOp") or not (
-                sizes & weights
-            )
-            narrow = {size for size, dtype in made if dtype.size == 2}
-            assert op.type != "Cast" or not narrow & weights
-
-
-def bodies_of(graph):
-    """Returns the graphs of the bodies of all loops in a graph."""
-    return [
-        graph._get_function(op.get_attr("body").name).graph
-        for op in gpu_products.operations(graph, set())
-        if "While" in op.type
-    ]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("for_gpu", [True, False])
 def test_a_graph_with_a_loop_has_a_jacobian(for_gpu):
@@ -256,19 +212,3 @@ def test_a_graph_with_a_loop_has_a_jacobian(for_gpu):
         with tracing.compiled_for("cuda" if for_gpu else ""):
             found[policy] = [np.asarray(each) for each in jacobian(x)]
     is_close(found["mixed_float16"], found["float32"], 0.01)
-
-
-def test_the_activations_of_a_step_stay_in_float32_until_its_results():
-    tfmix.set_global_policy("mixed_float16")
-    model = keras.Sequential([layers.LSTM(UNITS)])
-    model.build((3, STEPS, 4))
-    step = gpu_products.gradients_of(model)
-    with tracing.compiled_for("cuda"):
-        graph = step.get_concrete_function(tf.zeros((3, STEPS, 4))).graph
-    casts = [
-        sum(op.type == "Cast" for op in gpu_products.operations(body, set()))
-        for body in bodies_of(graph)
-    ]
-    # On the way back the gradients of four gates and of three weights, and four
-    # of states; before that, four gates, the carry and three results.
-    assert casts == [4 + 3 + 4, 4 + 1 + 3]

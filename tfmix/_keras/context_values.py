@@ -20,12 +20,10 @@ class Block:
         rules: The active op rules; `None` for those that are installed.
         policy: The policy of new layers; `None` for that of the scopes.
         around: What the running model call is part of, `None` if of nothing.
-        place: Where gradients lie in float16's range: a factor of the power of
-            two of the borders around a model's call.
         place_of_step: In a model's step the place that its optimizer gives it,
             else `None`.
-        outside: Computes a user's gradient function outside of the border
-            around the running code, `None` if there is no border.
+        gates: The gates of the model's call that runs, `None` if there are
+            none.
         asked: The `id`s of the tensors whose gradients a tape forms now.
         power: The power of two of the gradients that are formed now, `None`
             if they are unscaled.
@@ -37,8 +35,6 @@ class Block:
         fit: The callback that reports the skipped steps of the `fit` around,
             `None` outside of one.
         in_loop: Whether the code runs in each step of a loop.
-        loop: What reads the weights of that loop before it, `None` if each
-            step does.
         in_map: Whether TensorFlow converts the code to run for all rows.
         may_fall_back: Whether a user's layer is tried in 16 bit, and falls back
             to float32 if that fails.
@@ -54,9 +50,8 @@ class Block:
     rules: frozenset[str] | None = None
     policy: keras.DTypePolicy | None = None
     around: Any = None
-    place: Any = 1.0
     place_of_step: Any = None
-    outside: Any = None
+    gates: Any = None
     asked: frozenset[int] = frozenset()
     power: Any = None
     in_fit: bool = False
@@ -64,7 +59,6 @@ class Block:
     unasked: Any = None
     fit: Any = None
     in_loop: bool = False
-    loop: Any = None
     in_map: bool = False
     may_fall_back: bool = False
     is_float32_code: bool = False

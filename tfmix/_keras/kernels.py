@@ -62,6 +62,34 @@ def cast(tensor: Any, dtype: str) -> Any:
     return _tensorflow_cast(tensor, dtype)
 
 
+def product_in_float32(
+    a: Any, b: Any, summed: Sequence, batch: Sequence
+) -> Any:
+    """Multiplies 16-bit tensors; the result is float32 (TensorFlow, XLA).
+
+    Args:
+        a: The first tensor.
+        b: The second.
+        summed: The axes of each that are summed.
+        batch: The axes of each that come first in the result. Those of `a` that
+            are left follow, then those of `b`.
+    """
+    from tensorflow.compiler.tf2xla.ops import gen_xla_ops
+
+    # `xla.DotDimensionNumbers`, whose four fields are lists of small numbers.
+    fields = enumerate((*summed, *batch), 1)
+    encoded = b"".join(
+        bytes([8 * n + 2, len(axes), *axes]) for n, axes in fields if axes
+    )
+    return gen_xla_ops.xla_dot_v2(
+        a,
+        b,
+        dimension_numbers=encoded,
+        precision_config=b"",
+        preferred_element_type=tf.float32,
+    )
+
+
 def selected(condition: Any, if_true: Any, if_false: Any) -> Any:
     """Returns one of two tensors of one shape and dtype, by a scalar (XLA)."""
     if keras.backend.backend() == "jax":

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -355,26 +355,19 @@ def drop_losses(layer: keras.Layer) -> None:
         inner._loss_ids.clear()
 
 
-def added_losses(model: keras.Layer) -> list[tuple[keras.Layer, Any]]:
+def added_losses(layers: Iterable[keras.Layer]) -> list[tuple]:
     """Lists the losses that calls have added, each with its layer."""
-    return [
-        (layer, loss)
-        for layer in flat_layers(model)
-        for loss in layer._get_own_losses()
-    ]
+    return [(layer, x) for layer in layers for x in layer._get_own_losses()]
 
 
 def put_loss(layer: keras.Layer, before: Any, loss: Any) -> None:
-    """Replaces a loss that a call has added to a layer.
-
-    A loss that was added in another scope is not there; it is added.
-    """
-    if any(added is before for added in layer._losses):
-        layer._losses[:] = [
-            loss if added is before else added for added in layer._losses
-        ]
-    else:
-        keras.Layer.add_loss(layer, loss)
+    """Replaces a loss that a call has added to a layer."""
+    scope: Any = global_state.open_scope()
+    losses = layer._losses if scope is None else scope.losses
+    losses[:] = [loss if added is before else added for added in losses]
+    if scope is not None:
+        layer._loss_ids.discard(id(before))
+        layer._loss_ids.add(id(loss))
 
 
 def that_compute(model: keras.Layer) -> list[keras.Layer]:

@@ -4,18 +4,15 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 
 from tfmix._keras import context_values, global_state, replacing, tracing
-from tfmix._keras import variables as keras_variables
 
 # TensorFlow calls one of these for a `tf.custom_gradient`.
 CUSTOM: tuple[replacing.Place, ...] = ()
-# TensorFlow calls this when a tape begins to record.
-TAPE: tuple[replacing.Place, ...] = ()
 # TensorFlow calls this to form gradients by a tape.
 GRADIENTS: tuple[replacing.Place, ...] = ()
 # TensorFlow calls this to form gradients of a graph.
@@ -35,14 +32,12 @@ if keras.backend.backend() == "tensorflow":
         control_flow_v2_func_graphs,
         custom_gradient,
         gradients_util,
-        resource_variable_ops,
     )
 
     CUSTOM = (
         (custom_gradient, "_eager_mode_decorator"),
         (custom_gradient, "_graph_mode_decorator"),
     )
-    TAPE = ((tf.GradientTape, "__enter__"),)
     GRADIENTS = ((imperative_grad, "imperative_grad"),)
     OF_GRAPHS = ((gradients_util, "_GradientsHelper"),)
     TRACE = ((function_context, "make_function_context"),)
@@ -313,37 +308,6 @@ def _named(gradient: Gradient, count: int) -> Any:
 
     tf.RegisterGradient(name)(of_name)
     return graph.gradient_override_map({"IdentityN": name})
-
-
-def reading_again(variables: Iterable) -> Callable[[], dict[int, Any]]:
-    """Returns a function that reads variables as they are now (eager).
-
-    It returns their values by the `id`s of the variables. Gradients reach those
-    that tapes watch, as the gradients of any read do.
-    """
-    read = tf.raw_ops.ReadVariableOp
-    with record.stop_recording():
-        known = {
-            id(variable): (own, read(resource=own.handle, dtype=own.dtype))
-            for variable in variables
-            for own in [keras_variables.local(variable._value)]
-        }
-
-    def again() -> dict[int, Any]:
-        return {
-            key: _read_as(own, value) if own.trainable else value
-            for key, (own, value) in known.items()
-        }
-
-    return again
-
-
-def _read_as(variable: Any, value: Any) -> Any:
-    with record.stop_recording():
-        made = tf.raw_ops.Identity(input=value)
-    resource_variable_ops.variable_accessed(variable)
-    record.record_operation("Tfmix", [made], [variable.handle], lambda up: [up])
-    return made
 
 
 def handles(variables: Sequence) -> list:

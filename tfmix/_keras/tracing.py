@@ -4,7 +4,7 @@ import collections
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import keras
@@ -13,7 +13,6 @@ from tfmix._keras import context_values, global_state, replacing
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
-    from tensorflow.python.ops import control_flow_v2_func_graphs
 else:
     import jax
     import jax.extend.core
@@ -110,13 +109,6 @@ def trace() -> Any:
     return weakref.ref(tf.compat.v1.get_default_graph())
 
 
-def is_body_in(graph: Any) -> bool:
-    """Returns whether the traced code is the body of a loop in this graph."""
-    body = tf.compat.v1.get_default_graph()
-    kind = control_flow_v2_func_graphs.WhileBodyFuncGraph
-    return isinstance(body, kind) and body.outer_graph is graph
-
-
 def is_made_in(function: Any, tensor: Any) -> bool:
     """Returns whether a tensor belongs to the function of a `trace` token.
 
@@ -126,6 +118,14 @@ def is_made_in(function: Any, tensor: Any) -> bool:
     if keras.backend.backend() == "jax":
         return not is_symbolic(tensor) or function == weakref.ref(tensor._trace)
     return hasattr(tensor, "numpy")
+
+
+def is_traced_with(array: Any, others: Iterable) -> bool:
+    """Returns whether JAX traces an array and one of others together."""
+    trace = getattr(array, "_trace", None)
+    return trace is not None and any(
+        trace is getattr(other, "_trace", None) for other in others
+    )
 
 
 def transformation() -> Any:

@@ -664,6 +664,11 @@ def assigning(original: Callable, exactly: Callable) -> Callable:
     return assign
 
 
+def place_of_value(variable: keras.Variable) -> tuple[dict, str, Any]:
+    """Returns where a variable keeps its value, and the value."""
+    return vars(variable), "_value", variable._value
+
+
 def has_value(variable: keras.Variable) -> bool:
     """Returns whether a variable has its first value."""
     return variable._value is not None

@@ -38,15 +38,11 @@ def _recomputed(original: Callable) -> Any:
 
 
 if keras.backend.backend() == "tensorflow":
-    from tfmix.gradient_scaling import tensorflow_border
-
     _OF_BACKEND: tuple[Method, ...] = (
-        # A user's gradient stays inside of a tape that a layer opens.
-        Method(tapes.TAPE, late(tensorflow_border.staying), always=True),
         # A user may ask for the gradient of the 16-bit copy of a tensor.
         Method(tapes.GRADIENTS, late(tapes.noting_sources), always=True),
         Method(tapes.OF_GRAPHS, late(tapes.without_rules), always=True),
-        # A graph that was traced without a tape has no border.
+        # A graph that was traced without a tape has no gates.
         Method(tapes.TRACE, late(tapes.traced_for_gradients), always=True),
     )
 else:

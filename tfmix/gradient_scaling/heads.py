@@ -43,7 +43,7 @@ class Results:
         for part in self._parts:
             taken = [known[key] for key in part.takes]
             arguments = operation_fn, taken
-            made = model_call.at_border(model, part.run, arguments, {})
+            made = model_call.between_gates(model, part.run, arguments, {})
             known.update(zip(part.gives, made, strict=True))
         symbols = layers.results(model)
         made = [self._as_made(*known[id(symbol)]) for symbol in symbols]

@@ -1,7 +1,7 @@
 """Calls a model, whose outermost call returns float32.
 
-`Calls.run` reads downwards: it keeps statistics finite, then comes the border,
-which scales gradients inside, then the policy's rules, then the model's own
+`Calls.run` reads downwards: it keeps statistics finite, then come the gates,
+which scale gradients inside, then the policy's rules, then the model's own
 `call`.
 """
 
@@ -66,9 +66,11 @@ class Calls:
                 return self._own(*args, **kwargs)
         with guard.statistics_kept_finite(model, kwargs.get("training")):
             if self.parts:
-                # Each part has a border of its own.
+                # Each part has gates of its own.
                 return self._in_float32(*args, **kwargs)
-            return model_call.at_border(model, self._in_float32, args, kwargs)
+            return model_call.between_gates(
+                model, self._in_float32, args, kwargs
+            )
 
     def _in_float32(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model under its rules. Its results are float32."""

@@ -1,7 +1,7 @@
 """Where the gradients of a model lie in float16's range.
 
-A border brings the largest gradient that enters a model to order one, times the
-model's place: at first 1. Gradients that grow inside overflow; then the
+Gradients that enter a model are brought to order one, times the model's place:
+at first 1. Gradients that grow inside overflow; then the
 optimizer halves its own place, and doubles it after many good steps. A model's
 place is the lowest of the optimizers that update its variables.
 

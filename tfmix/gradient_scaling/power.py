@@ -1,7 +1,6 @@
 """The power of two that scales gradients inside a model."""
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ _BIAS, _MANTISSA = 127, 23
 # reaches its layer, and a kernel gets that sum times its inputs. Float16 ends
 # at 2^16, so either may still grow by 2^4.
 _LARGEST_SUM = 2.0**12
+_LOST = 2.0**64
 
 
 class Power(NamedTuple):
@@ -34,7 +34,8 @@ class Power(NamedTuple):
 
     Attributes:
         up: Float32 scalar, a power of two.
-        down: Its reciprocal; NaN if a gradient that enters is not finite.
+        down: Its reciprocal; NaN if a gradient that enters is not finite. No
+            other step makes a NaN.
     """
 
     up: Any
@@ -77,7 +78,15 @@ def of(gradients: Sequence, losses: Sequence, factor: Any) -> Power:
     exponent = ops.clip(exponent, -_HIGHEST, _HIGHEST)
     power = ops.left_shift(ops.add(exponent, _BIAS), _MANTISSA)
     up = ops.multiply(kernels.bitcast(power, "float32"), factor)
-    # The division comes last: XLA computes it once, but repeats a selection in
-    # each kernel.
-    lasting = ops.where(is_finite, up, math.nan)
-    return Power(up, ops.divide(1.0, lasting))
+    # The difference is 0, or NaN. The division comes last: XLA computes it
+    # once, but repeats a selection in each kernel.
+    bad = ops.subtract(total, total)
+    return Power(up, ops.divide(1.0, ops.add(up, bad)))
+
+
+def lost(down: Any) -> Any:
+    """Returns what multiplies the largest number where one has overflowed.
+
+    The product is infinity, but NaN if `down` is NaN.
+    """
+    return ops.add(ops.subtract(down, down), _LOST)

@@ -365,9 +365,11 @@ def decide(call: Call) -> Any:
         return call.as_it_came()
     if call.weights == len(call.tensors) and not call.has_wide:
         return _of_weights(call)
+    name = call.op.name
+    if name in ("sigmoid", "tanh") and _casts_in_each_step():
+        return call.plain()
     if call.is_ruled or _is_wide(call):
         return _in_float32(call)
-    name = call.op.name
     if name in op_lists.NARROW:
         return _product(call)
     if call.has_wide:
@@ -394,9 +396,6 @@ def _is_wide(call: Call) -> bool:
         if call.tensors[0] is call.tensors[1]:
             return True
     if name in _TAKES_VALUES and _is_unfit(call.numbers, call.dtype):
-        return True
-    if name == "split" and not call.weights and _casts_in_each_step():
-        # The gates of a recurrent layer are cast as a whole.
         return True
     return call.inputs == count and name in _ARITHMETIC
 
@@ -440,15 +439,7 @@ def _of_weights(call: Call) -> Any:
             return value
         return exact_values.weight_copy(value, tensors.narrow(value, dtype))
 
-    def compute() -> Any:
-        return tensors.map_leaves(call.in_float32(), noted)
-
-    loop = _block().loop
-    if loop is None:
-        return compute()
-    leaves = tensors.leaves((call.args, call.kwargs))
-    given = [leaf for leaf in leaves if keras.ops.is_tensor(leaf)]
-    return loop.computed(given, compute)
+    return tensors.map_leaves(call.in_float32(), noted)
 
 
 def _product(call: Call) -> Any:

@@ -53,6 +53,15 @@ class Contraction:
         return Contraction(self.inputs, self.outputs, self.weight)
 
     @functools.cached_property
+    def positions(self) -> tuple:
+        """The summed axes of both factors, and their batch axes."""
+        sides = self.inputs, self.weight
+        return tuple(
+            tuple(tuple(map(side.index, letters)) for side in sides)
+            for letters in (self.summed, self.batch)
+        )
+
+    @functools.cached_property
     def _shared(self) -> str:
         return "".join(x for x in self.inputs if x in self.weight)
 

@@ -1,26 +1,22 @@
 """Gives users' gradient functions unscaled float32 gradients, under JAX.
 
 The gradient of a `jax.custom_vjp` need not grow with what comes in: it may
-clip, or take the sign. In a float16 model it is computed outside of the scaled
-part, so it gets what float32 would give it. `jax.custom_gradient` and
-`keras.ops.custom_gradient` make a `custom_vjp`, too.
+clip, or take the sign. In a float16 model it computes in float32, as it would
+without scaling. `jax.custom_gradient` and `keras.ops.custom_gradient` make a
+`custom_vjp`, too.
 """
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import numpy as np
 from jax import numpy as jnp
 
-from tfmix import _formats
 from tfmix._keras import context_values, custom_vjp
-
-# Scaling changes nothing in the gradients of these packages' functions, which
-# are linear in what comes in.
-_LINEAR = {"jax", "keras", "tfmix"}
+from tfmix.ops import tensors
 
 
 def unscaled(original: Callable) -> Callable:
@@ -28,77 +24,42 @@ def unscaled(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        outside = context_values.block.get().outside
-        rule = custom_vjp.with_rule(self)
-        function = rule or self.fun
-        is_linear = (function.__module__ or "").partition(".")[0] in _LINEAR
-        if outside is None or is_linear:
+        gates = context_values.block.get().gates
+        function = custom_vjp.with_rule(self) or self.fun
+        if gates is None or custom_vjp.is_linear(function):
             return original(self, *args, **kwargs)
-        bound = inspect.signature(self.fun).bind(*args, **kwargs)
-        bound.apply_defaults()
-        with context_values.holding(outside=None):
-            part = _Part(functools.partial(original, self), bound.args)
-        (result,) = outside(part.computed, part.arrays)
-        return result
+        # What it calls has no say in its gradient.
+        with context_values.holding(gates=None):
+            if not gates.reach():
+                custom_vjp.say_scaled(function)
+                return original(self, *args, **kwargs)
+            bound = inspect.signature(self.fun).bind(*args, **kwargs)
+            bound.apply_defaults()
+            return _in_float32(
+                functools.partial(original, self), bound.args, gates
+            )
 
     return call
 
 
-class _Part:
-    """One call of a user's function.
+def _in_float32(function: Callable, args: tuple, gates: Any) -> Any:
+    """Calls a function in float32; its result has the dtypes it would have."""
 
-    It computes in float32, as its gradient does. JAX may differentiate its
-    forward pass, too, for a derivative of the gradient.
+    def called(*floats: Any) -> Any:
+        return function(*_with(floats, args))
 
-    Attributes:
-        arrays: The arrays among its arguments.
-    """
-
-    def __init__(self, function: Callable, args: Sequence) -> None:
-        self._function, self._args = function, args
-        shapes = jax.eval_shape(lambda: function(*args))
-        self._dtypes = [
-            x.dtype for x in jax.tree.leaves(shapes) if _is_float(x)
-        ]
-        self.arrays = list(filter(_is_array, jax.tree.leaves(args)))
-
-    def computed(self, arrays: Sequence) -> tuple[list, Callable]:
-        """Computes the function of other arrays, in float32.
-
-        Args:
-            arrays: Take the place of its own.
-
-        Returns:
-            The float arrays of its result, and a function that takes these and
-            returns the result in its own dtypes, in a list.
-        """
-        args = _with(_is_array, self._args, map(_wide, arrays))
-        with context_values.holding(outside=None):
-            result = jax.tree.map(_wide, self._function(*args))
-
-        def rebuilt(floats: Sequence) -> list:
-            pairs = zip(floats, self._dtypes, strict=True)
-            narrow = [x.astype(dtype) for x, dtype in pairs]
-            return [_with(_is_float, result, narrow)]
-
-        return list(filter(_is_float, jax.tree.leaves(result))), rebuilt
+    floats = filter(_is_float, jax.tree.leaves(args))
+    found = gates.unscaled(called, [*map(tensors.to_float32, floats)])
+    shapes = jax.eval_shape(lambda: function(*args))
+    return jax.tree.map(lambda x, like: x.astype(like.dtype), found, shapes)
 
 
-def _with(which: Callable[[Any], bool], nest: Any, new: Iterable) -> Any:
-    """Returns a nest with others in place of some leaves."""
-    rest = iter(new)
-    return jax.tree.map(lambda x: next(rest) if which(x) else x, nest)
-
-
-def _wide(leaf: Any) -> Any:
-    narrow = _is_float(leaf) and leaf.dtype.name in _formats.SIXTEEN_BIT
-    return leaf.astype("float32") if narrow else leaf
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray)
+def _with(floats: Iterable, nest: Any) -> Any:
+    """Returns a nest with other float arrays."""
+    rest = iter(floats)
+    return jax.tree.map(lambda x: next(rest) if _is_float(x) else x, nest)
 
 
 def _is_float(leaf: Any) -> bool:
-    dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+    is_array = isinstance(leaf, jax.Array | np.ndarray)
+    return is_array and jnp.issubdtype(leaf.dtype, jnp.inexact)

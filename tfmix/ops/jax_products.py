@@ -34,7 +34,6 @@ def contracted(
     weight: Any,
     axes: Contraction,
     *,
-    used: Callable[[Any], Any] = lambda inputs: inputs,
     in_loop: bool = False,
     copy: Any = None,
 ) -> Any:
@@ -54,7 +53,6 @@ def contracted(
         inputs: Tensor of a 16-bit dtype.
         weight: Float32 tensor.
         axes: The axes that `function` sums.
-        used: Returns the part of the inputs that is multiplied.
         in_loop: Whether the product is computed in each step of a loop.
         copy: The weight in 16 bit; not used here.
 
@@ -65,7 +63,7 @@ def contracted(
     if inputs.dtype != jnp.float16:
         return function(inputs, weight.astype(inputs.dtype))
     if not in_loop:
-        factor, weight = varying_alike((used(inputs), weight))
+        factor, weight = varying_alike((inputs, weight))
         return _multiply(factor, weight, axes, inputs.dtype, inputs.dtype)
 
     def linear(inputs: Any, weight: Any, tangent: Any, result: Any) -> Any:
@@ -253,14 +251,6 @@ def _multiply(
     return lax.transpose(result, tuple(map(order.index, axes.outputs)))
 
 
-def _dimensions(axes: Contraction) -> tuple:
-    """Returns the summed axes of both factors and their batch axes."""
-    return tuple(
-        tuple(tuple(map(side.index, x)) for side in (axes.inputs, axes.weight))
-        for x in (axes.summed, axes.batch)
-    )
-
-
 def _computed(
     a: Any,
     b: Any,
@@ -274,9 +264,7 @@ def _computed(
     a, b = a.astype(narrow), b.astype(narrow)
     if widen:
         a, b = a.astype(dtype), b.astype(dtype)
-    return lax.dot_general(
-        a, b, _dimensions(axes), preferred_element_type=dtype
-    )
+    return lax.dot_general(a, b, axes.positions, preferred_element_type=dtype)
 
 
 def _abstract(
@@ -285,7 +273,7 @@ def _abstract(
     result, _ = lax.dot_general_p.abstract_eval(
         a.update(dtype=narrow),
         b.update(dtype=narrow),
-        dimension_numbers=_dimensions(axes),
+        dimension_numbers=axes.positions,
         precision=None,
         preferred_element_type=dtype,
         out_sharding=None,

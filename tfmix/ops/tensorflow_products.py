@@ -26,7 +26,6 @@ from tfmix._keras import (
     tapes,
     tracing,
 )
-from tfmix.ops import tensorflow_loops
 from tfmix.ops.contraction import Contraction
 
 # Computes a result from a tensor and a weight of the same dtype.
@@ -46,18 +45,10 @@ def _on_local(compute: Callable[..., Any]) -> Callable[..., Any]:
     def computed(
         function: Function, inputs: Any, weight: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        inputs = tapes.local(inputs)
-        if _held(weight) is None:
-            weight = tapes.local(weight)
+        inputs, weight = tapes.local(inputs), tapes.local(weight)
         return compute(function, inputs, weight, *args, **kwargs)
 
     return computed
-
-
-def _held(weight: Any) -> tensorflow_loops.Held | None:
-    """Returns what a recurrent loop around the code has of a weight."""
-    loop: tensorflow_loops.Loop | None = context_values.block.get().loop
-    return None if loop is None else loop.held(weight)
 
 
 @_on_local
@@ -67,7 +58,6 @@ def contracted(
     weight: Any,
     axes: Contraction,
     *,
-    used: Callable[[Any], Any] | None = None,
     in_loop: bool = False,
     copy: Any = None,
 ) -> Any:
@@ -78,8 +68,6 @@ def contracted(
         inputs: Tensor of a 16-bit dtype.
         weight: Float32 tensor.
         axes: The axes that `function` sums.
-        used: Returns the part of the inputs that is multiplied. Defaults to
-            all.
         in_loop: Whether it runs in each step of a loop, where XLA would write
             the float32 result and read it again in every step.
         copy: The weight in the dtype of the inputs, if it is known.
@@ -87,30 +75,28 @@ def contracted(
     Returns:
         The result of `function` for the inputs and the rounded weight.
     """
-    is_eager, held = tf.executing_eagerly(), _held(weight)
+    is_eager = tf.executing_eagerly()
 
     def multiplied(inputs: Any, upstream: Any, narrow: Any = None) -> Any:
         # In eager mode the other way computes the result once more.
         if narrow is not None:
             return _pulled(lambda w: function(inputs, w), narrow, upstream)
-        factor = inputs if used is None else used(inputs)
-        return _product(factor, upstream, axes.of_weight)
+        return _product(inputs, upstream, axes.of_weight)
 
     def of_weight(upstream: Any, narrow: Any) -> Any:
         is_half = inputs.dtype == tf.float16
         if is_half and tracing.by_xla() and not in_loop:
-            factor = inputs if used is None else used(inputs)
-            return _wide_product(factor, upstream, axes.of_weight)
+            return _wide_product(inputs, upstream, axes.of_weight)
         sizes = dict(zip(axes.outputs, _shape(upstream), strict=True))
         count = _times([sizes[x] for x in axes.free])
         factors = [inputs, upstream, narrow]
         factors = factors[: 2 if is_eager else 3]
-        return _summed(multiplied, factors, count, held=held)
+        return _summed(multiplied, factors, count)
 
     def of_inputs(upstream: Any, narrow: Any) -> Any:
         return _product(upstream, narrow, axes.of_inputs)
 
-    if is_eager and used is None and axes.new:
+    if is_eager and axes.new:
         gradients = of_inputs, of_weight
         return _recorded(function, inputs, weight, copy, gradients)
     return _with_gradient(function, inputs, weight, copy, of_weight)
@@ -138,7 +124,6 @@ def convolved(
     Returns:
         The result of `function` for the inputs and the rounded weight.
     """
-    held = _held(weight)
 
     def multiplied(inputs: Any, upstream: Any, narrow: Any) -> Any:
         return _pulled(lambda w: function(inputs, w), narrow, upstream)
@@ -149,7 +134,7 @@ def convolved(
         # XLA divides in the kernel that computes the incoming gradient. The
         # inputs were computed long before.
         divided = int(tracing.by_xla())
-        return _summed(multiplied, factors, count, divided=divided, held=held)
+        return _summed(multiplied, factors, count, divided=divided)
 
     return _with_gradient(function, inputs, weight, copy, of_weight)
 
@@ -179,11 +164,10 @@ def combined(
         The result of `function` for the inputs and the rounded weight.
     """
     del in_loop
-    held = _held(weight)
 
     def of_weight(upstream: Any, narrow: Any) -> Any:
         if signs is not None and _adds_rows(weight, upstream):
-            total = _row_sum(upstream, narrow, held)
+            total = _row_sum(upstream, narrow)
             return -total if signs[1] < 0 else total
         if signs is not None and tf.executing_eagerly():
             # The other way computes the result once more.
@@ -231,7 +215,7 @@ def _adds_rows(weight: Any, upstream: Any) -> bool:
     return is_row and tracing.by_gpu_kernels(upstream)
 
 
-def _row_sum(upstream: Any, narrow: Any, held: Any) -> Any:
+def _row_sum(upstream: Any, narrow: Any) -> Any:
     """Returns the sum of rows as a product with ones.
 
     `BiasAddGrad` rounds the partial sum of each block of threads to 16 bit.
@@ -242,7 +226,7 @@ def _row_sum(upstream: Any, narrow: Any, held: Any) -> Any:
     power = _root_of_two(count) if is_half else 1.0
     parts = tf.fill((1, count), _reciprocal(power, upstream.dtype))
     total = tf.reshape(tf.matmul(parts, rows), _shape(narrow))
-    return enlarged(_wide(total), power, held) if is_half else _wide(total)
+    return enlarged(_wide(total), power) if is_half else _wide(total)
 
 
 def _summed(
@@ -251,7 +235,6 @@ def _summed(
     count: Any,
     *,
     divided: int = 0,
-    held: Any = None,
 ) -> Any:
     """Returns a weight's gradient in float32, from 16-bit factors.
 
@@ -262,7 +245,6 @@ def _summed(
         divided: The factor that float16 divides. By default the inputs: they
             are of order one, because no scaling helps the forward pass, and
             lose fewer digits than the incoming gradient.
-        held: What a loop around the code has of the weight.
     """
     if not (tracing.by_xla() or tracing.for_gpu(factors[0])):
         return multiplied(*map(_wide, factors))
@@ -271,7 +253,7 @@ def _summed(
     power = _root_of_two(count)
     factors = list(factors)
     factors[divided] = _divided(factors[divided], power)
-    return enlarged(_wide(multiplied(*factors)), power, held)
+    return enlarged(_wide(multiplied(*factors)), power)
 
 
 def _divided(tensor: Any, power: Any) -> Any:
@@ -293,15 +275,11 @@ def _divided(tensor: Any, power: Any) -> Any:
     return known[id(tensor), power][1]
 
 
-def enlarged(tensor: Any, power: Any, held: Any = None) -> Any:
+def enlarged(tensor: Any, power: Any) -> Any:
     """Multiplies the gradient of a weight by a power of two."""
-    if held is not None and isinstance(power, float):
-        power = held.left_of(power)
-        if power == 1.0:
-            return tensor
     result = tensor * power
     if not (tf.executing_eagerly() or tracing.by_xla()):
-        # If nothing is added to it, the border multiplies only once.
+        # If nothing is added to it, the gates multiply only once.
         global_state.put_note(result, _PARTS, (tensor, power))
     return result
 
@@ -341,9 +319,6 @@ def _with_gradient(
         copy: The weight in the dtype of the inputs, `None` if it is not known.
         of_weight: Returns the gradient of the weight.
     """
-    held = _held(weight)
-    if held is not None:
-        return _with_held(function, inputs, weight, held, of_weight)
     with tapes.unrecorded():
         if copy is None:
             copy = kernels.cast(weight, inputs.dtype)
@@ -363,31 +338,6 @@ def _with_gradient(
             return [None, pulled, *total]
 
     sources = [result, inputs, tapes.local(copy), weight]
-    (result,) = tapes.replaced([result], sources, [], of_all)
-    return result
-
-
-def _with_held(
-    function: Function, inputs: Any, weight: Any, held: Any, of_weight: Gradient
-) -> Any:
-    """Returns a result in a step of a loop that has the weight.
-
-    The arguments are those of `_with_gradient`.
-    """
-    narrow, weight = held.narrow, tapes.local(weight)
-    result = function(inputs, tf.stop_gradient(narrow))
-
-    def of_all(upstream: Any) -> list:
-        # TensorFlow would keep what the body has computed, for each step.
-        again = narrow
-        with context_values.holding(rules=context_values.NO_RULES):
-            total = of_weight(upstream, narrow)
-            if tapes.is_recorded():
-                again = kernels.cast(weight, inputs.dtype)
-            pulled = _pulled(lambda x: function(x, again), inputs, upstream)
-            return [None, pulled, total]
-
-    sources = [result, inputs, weight]
     (result,) = tapes.replaced([result], sources, [], of_all)
     return result
 
@@ -478,56 +428,19 @@ def _wide_product(a: Any, b: Any, axes: Contraction) -> Any:
         return [of_a, _product(a, narrow, axes.of_weight)]
 
     with tapes.unrecorded():
-        result = _product(a, b, axes, tf.float32)
+        result = kernels.product_in_float32(a, b, *axes.positions)
+        order = axes.batch + axes.free + axes.new
+        result = tf.transpose(result, [order.index(x) for x in axes.outputs])
     if tapes.is_recorded():
         # TensorFlow's own gradient takes the float32 result for 16-bit.
         (result,) = tapes.replaced([result], [a, b], [], of_both)
     return result
 
 
-def _product(
-    a: Any, b: Any, axes: Contraction, dtype: tf.DType | None = None
-) -> Any:
-    """Multiplies as matrices."""
-    left, adjoint_left = _matrices(a, axes.inputs, axes.batch, axes.free)
-    right, adjoint_right = _matrices(b, axes.weight, axes.batch, axes.summed)
-    if dtype is None:
-        result = tf.matmul(
-            left, right, transpose_a=adjoint_left, transpose_b=adjoint_right
-        )
-    else:
-        result = tf.raw_ops.BatchMatMulV3(
-            x=left, y=right, Tout=dtype, adj_x=adjoint_left, adj_y=adjoint_right
-        )
-    order = axes.batch + axes.free + axes.new
-    are_single = len(axes.free) == len(axes.new) == 1 >= len(axes.batch)
-    if are_single and order == axes.outputs:
-        return result
-    sizes = dict(zip(axes.inputs, _shape(a), strict=True))
-    sizes |= dict(zip(axes.weight, _shape(b), strict=True))
-    result = tf.reshape(result, [sizes[letter] for letter in order])
-    if order == axes.outputs:
-        return result
-    return tf.transpose(result, [order.index(x) for x in axes.outputs])
-
-
-def _matrices(
-    tensor: Any, letters: str, batch: str, rows: str
-) -> tuple[Any, bool]:
-    """Returns a matrix, or a batch of them, and whether it is transposed."""
-    columns = "".join(x for x in letters if x not in batch + rows)
-    is_transposed = batch + rows + columns != letters == batch + columns + rows
-    if is_transposed:
-        rows, columns = columns, rows
-    order = batch + rows + columns
-    if order != letters:
-        tensor = tf.transpose(tensor, [letters.index(x) for x in order])
-    groups = [*([batch] if batch else []), rows, columns]
-    if all(len(group) == 1 for group in groups):
-        return tensor, is_transposed
-    sizes = dict(zip(order, _shape(tensor), strict=True))
-    shape = [_times([sizes[x] for x in group]) for group in groups]
-    return tf.reshape(tensor, shape), is_transposed
+def _product(a: Any, b: Any, axes: Contraction) -> Any:
+    """Multiplies two tensors of one dtype, and returns that."""
+    equation = f"{axes.inputs},{axes.weight}->{axes.outputs}"
+    return tf.raw_ops.Einsum(inputs=[a, b], equation=equation)
 
 
 def _times(sizes: Sequence) -> Any:

@@ -21,7 +21,6 @@ from tfmix._keras import (
     kernels,
     layers,
     tapes,
-    tracing,
 )
 from tfmix._keras import variables as keras_variables
 from tfmix.ops import apply, contraction, exact_values, tensors
@@ -29,7 +28,7 @@ from tfmix.ops.apply import Call
 
 products: Any
 if keras.backend.backend() == "tensorflow":
-    from tfmix.ops import tensorflow_loops, tensorflow_products
+    from tfmix.ops import tensorflow_products
 
     products = tensorflow_products
 else:
@@ -60,13 +59,9 @@ def copied(original: Callable, variable: Any, value: Any, dtype: str) -> Any:
     # Copies of symbols get no notes, so that ops leave them to Keras.
     if not context_values.active_rules() or global_state.on_shapes_only():
         return original(variable, value)
-    loop = context_values.block.get().loop
-    if loop is not None and loop.is_traced():
-        weight, copy = loop.read(value, dtype)
-    else:
-        # The variable is read once, as the tensor that is then copied.
-        weight = keras_variables.read(value)
-        copy = kernels.cast(weight, dtype)
+    # The variable is read once, as the tensor that is then copied.
+    weight = keras_variables.read(value)
+    copy = kernels.cast(weight, dtype)
     multiply = getattr(variable, _CHOSEN, None)
     return exact_values.weight_copy(weight, copy, multiply)
 
@@ -75,14 +70,9 @@ def loop(original: Callable) -> Callable:
     """Returns the function that runs the time steps of a recurrent layer."""
 
     @functools.wraps(original)
-    def inner_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
-        loop = None
-        # A user's cell may change its weights in each step.
-        is_ours = map(layers.is_builtin, layers.flat_layers(self.cell))
-        if tracing.in_graph_without_xla() and all(is_ours):
-            loop = tensorflow_loops.Loop(tensorflow_products.enlarged)
-        with context_values.holding(in_loop=True, loop=loop):
-            return original(self, *args, **kwargs)
+    def inner_loop(*args: Any, **kwargs: Any) -> Any:
+        with context_values.holding(in_loop=True):
+            return original(*args, **kwargs)
 
     return inner_loop
 
@@ -183,14 +173,6 @@ def of_dot(ranks: tuple[int, int], place: int, call: Call) -> Any:
     return contraction.of_dot(ranks, place)
 
 
-def of_inner(ranks: tuple[int, int], place: int, call: Call) -> Any:
-    """Returns the axes of `inner`, which sums the last of both factors."""
-    del call
-    if 0 in ranks:
-        return None
-    return contraction.of_tensordot(ranks, (-1, -1), place)
-
-
 def of_tensordot(ranks: tuple[int, int], place: int, call: Call) -> Any:
     """Returns the axes of `tensordot`."""
     axes = call.kwargs.get("axes", call.args[2] if len(call.args) > 2 else 2)
@@ -210,65 +192,19 @@ def convolved(call: Call) -> Any:
     if not tapes.may_be_asked():
         return call.plain()
     function, inputs, weight = _factors(call, place)
-    copy = call.tensors[place]
-    original, given = call.op.original, call.op.by_name(call.args, call.kwargs)
-    last = _channels_last(given["data_format"])
+    given = call.op.by_name(call.args, call.kwargs)
+    data_format = given["data_format"] or keras.config.image_data_format()
+    channels = -1 if data_format.lower() == "channels_last" else 1
     is_transposed = "output_padding" in given
-    if not is_transposed and _is_pointwise(original, inputs, weight, last):
-        weight = exact_values.by_way_of(copy, weight)
-        return _pointwise(function, inputs, weight, given["strides"], last)
 
     def positions(inputs: Any, outputs: Any) -> Any:
         # A filter is multiplied once for each of these positions.
         shape = list(inputs if is_transposed else outputs)
-        shape.pop(-1 if last else 1)
+        shape.pop(channels)
         return math.prod(shape)
 
+    copy = call.tensors[place]
     return products.convolved(function, inputs, weight, positions, copy=copy)
-
-
-def _channels_last(data_format: str | None) -> bool:
-    wanted = data_format or keras.config.image_data_format()
-    return wanted.lower() == "channels_last"
-
-
-def _is_pointwise(
-    original: Callable, inputs: Any, weight: Any, last: bool
-) -> bool:
-    """Returns whether a convolution is a product of matrices."""
-    channels = inputs.shape[-1 if last else 1]
-    return (
-        original.__name__ == "conv"
-        and all(size == 1 for size in weight.shape[:-2])
-        and channels == weight.shape[-2]
-    )
-
-
-def _pointwise(
-    function: Callable, inputs: Any, weight: Any, strides: Any, last: bool
-) -> Any:
-    rank = len(inputs.shape) - 2
-    kernel_shape = tuple(weight.shape)
-    strides = (strides,) * rank if isinstance(strides, int) else tuple(strides)
-    steps = tuple(slice(None, None, stride) for stride in strides)
-
-    def used(inputs: Any) -> Any:
-        if last:
-            return inputs[(slice(None), *steps)]
-        return inputs[(slice(None), slice(None), *steps)]
-
-    spatial = "abc"[:rank]
-    letters = [f"n{spatial}i", f"n{spatial}o"]
-    if not last:
-        letters = [f"ni{spatial}", f"no{spatial}"]
-    axes = contraction.Contraction(letters[0], "io", letters[1])
-    return products.contracted(
-        lambda x, w: function(x, keras.ops.reshape(w, kernel_shape)),
-        inputs,
-        keras.ops.reshape(weight, kernel_shape[-2:]),
-        axes,
-        **({"used": used} if any(stride > 1 for stride in strides) else {}),
-    )
 
 
 # These compute a few ops in a way of their own.
@@ -327,7 +263,7 @@ apply.WITH_WEIGHT |= {
     "multiply": multiplied,
     "matmul": product(of_matmul),
     "dot": product(of_dot),
-    "inner": product(of_inner),
+    "inner": multiplied,
     "tensordot": product(of_tensordot),
     "einsum": product(of_einsum),
     **dict.fromkeys(("conv", "depthwise_conv", "conv_transpose"), convolved),

@@ -479,7 +479,9 @@ class _Guard:
             # Outside of compiled steps, Keras 3.12 has made numbers of them.
             own = ops.convert_to_tensor(own)
             if gradients.is_float(own):
-                own = ops.where(has_own, own, float("nan"))
+                # This is NaN in a skipped step, and no other makes one.
+                share = ops.cast(has_own, own.dtype)
+                own = ops.where(has_own, own, 0.0) / share
             return ops.where(stays, own, without)
 
         return logs | tree.map_structure(chosen, own, without)

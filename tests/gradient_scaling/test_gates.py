@@ -1,0 +1,209 @@
+"""JAX's transformations of the gates give the derivatives of float32.
+
+`tests/wild/test_gradients.py` has the forms in which people take gradients.
+"""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from tests import helpers, steps
+
+if keras.backend.backend() == "jax":
+    import jax
+
+    from tfmix.gradient_scaling import gates_jax
+else:
+    pytestmark = helpers.requires_backend("jax")
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(16, 8)).astype("float32")
+FIRST = 0.3 * RNG.normal(size=(8, 32)).astype("float32")
+LAST = 0.2 * RNG.normal(size=(32, 1)).astype("float32")
+
+
+def net(dtype, first, x):
+    x, first, last = (ops.cast(each, dtype) for each in (x, first, LAST))
+    hidden = ops.softplus(ops.matmul(x, first))
+    return ops.cast(ops.matmul(hidden, last), "float32")
+
+
+def loss_of(dtype):
+    """Returns a loss as a function of the first layer's weights."""
+
+    def loss(first):
+        if dtype == "float32":
+            return ops.mean(ops.square(net(dtype, first, X)))
+        gates = gates_jax.Gates(1.0, ())
+        (inside,) = gates.enter([first])
+        (result,), _ = gates.leave([net(dtype, inside, X)], [])
+        return ops.mean(ops.square(result))
+
+    return loss
+
+
+def at_two_points(function):
+    return lambda first: jax.vmap(function)(ops.stack([first, first]))
+
+
+def in_a_loop(loss):
+    def looped(first):
+        def add(total, _):
+            return total + loss(first), None
+
+        return jax.lax.scan(add, 0.0, None, length=2)[0]
+
+    return looped
+
+
+def along(loss, first):
+    return jax.linearize(loss, first)[1](first)
+
+
+# Maps a loss and a point to a function for forward mode.
+FORWARDS = {
+    "jvp_of_jit": lambda loss, w: jax.jvp(jax.jit(loss), (w,), (w,))[1],
+    "jvp_of_scan": lambda loss, w: jax.jvp(in_a_loop(loss), (w,), (w,))[1],
+    "jvp_of_checkpoint": lambda loss, w: jax.jvp(
+        jax.checkpoint(loss), (w,), (w,)
+    )[1],
+    "jvp_of_jit_of_grad": lambda loss, w: jax.jvp(
+        jax.jit(jax.grad(loss)), (w,), (w,)
+    )[1],
+    "linearize": along,
+    "linearize_of_jit": lambda loss, w: along(jax.jit(loss), w),
+    "linearize_of_grad": lambda loss, w: along(jax.grad(loss), w),
+    "linearize_of_vmap": lambda loss, w: along(at_two_points(loss), w),
+    "vmap_of_linearize": lambda loss, w: at_two_points(
+        lambda w: along(loss, w)
+    )(w),
+    "grad_of_linearize": lambda loss, w: jax.grad(lambda w: along(loss, w))(w),
+    "linearize_of_linearize": lambda loss, w: along(
+        lambda w: along(loss, w), w
+    ),
+    "transpose_of_linearize": lambda loss, w: jax.linear_transpose(
+        jax.linearize(loss, w)[1], w
+    )(1.0)[0],
+    "vmap_of_the_linear_function": lambda loss, w: jax.vmap(
+        jax.linearize(loss, w)[1]
+    )(ops.stack([w, 2 * w])),
+}
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("mode", steps.MODES)
+@pytest.mark.parametrize("name", FORWARDS)
+def test_forward_mode_gives_the_derivatives_of_float32(name, mode):
+    def derivative(dtype):
+        return lambda first: FORWARDS[name](loss_of(dtype), first)
+
+    found, exact = (
+        steps.compiled(derivative(dtype), mode)(ops.convert_to_tensor(FIRST))
+        for dtype in ("float16", "float32")
+    )
+    assert np.linalg.norm(found - exact) < 0.01 * np.linalg.norm(exact)
+
+
+def test_the_transpose_of_a_linearized_loss_is_scaled():
+    found, exact = (
+        jax.linear_transpose(jax.linearize(loss_of(dtype), FIRST)[1], FIRST)(
+            # This is far below float16's range.
+            np.float32(1e-7)
+        )[0]
+        for dtype in ("float16", "float32")
+    )
+    assert np.linalg.norm(found - exact) < 0.005 * np.linalg.norm(exact)
+
+
+def each_row(loss_of_row):
+    return lambda w: ops.mean(jax.vmap(lambda x: loss_of_row(w, x))(X))
+
+
+def on_a_tangent(of):
+    """Computes a loss of a result and of its tangent."""
+
+    def loss(w):
+        made, along = jax.jvp(lambda x: of(w, x), (X,), (X,))
+        return ops.mean(made**2 + along**2)
+
+    return jax.grad(loss)(FIRST)
+
+
+def penalty_of_each_row(of):
+    def penalty(w, x):
+        slope = jax.grad(lambda w: of(w, x[None]).sum() ** 2)(w)
+        return ops.sum(slope**2)
+
+    return jax.grad(each_row(penalty))(FIRST)
+
+
+def two_gradients_of_one_call(of):
+    def loss(w):
+        _, pull = jax.vjp(lambda x: of(w, x), X)
+        return sum(ops.mean(pull(k * of(w, X) ** 0)[0] ** 2) for k in (1, 3))
+
+    return jax.grad(loss)(FIRST)
+
+
+DERIVATIVES = {
+    "of_rows_that_share_a_weight": lambda of: jax.grad(
+        each_row(lambda w, x: 1e-6 * ops.sum(of(w, x[None]) ** 2))
+    )(FIRST),
+    "of_each_row": lambda of: jax.vmap(
+        lambda x, by: jax.grad(lambda w: by * ops.sum(of(w, x[None])))(FIRST)
+    )(X, 10.0 ** np.linspace(-4, 4, len(X), dtype="float32")),
+    "on_a_tangent": on_a_tangent,
+    "penalty_of_each_row": penalty_of_each_row,
+    "two_gradients_of_one_call": two_gradients_of_one_call,
+    "by_small_tangents": lambda of: jax.jvp(
+        lambda w: of(w, X), (FIRST,), (1e-6 * FIRST,)
+    )[1],
+    "by_large_tangents": lambda of: jax.jvp(
+        lambda w: of(w, X), (FIRST,), (1e6 * FIRST,)
+    )[1],
+}
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_powers_of_several_passes_are_not_mixed(name):
+    def of(dtype):
+        if dtype == "float32":
+            return lambda first, x: net(dtype, first, x)
+
+        def between(first, x):
+            gates = gates_jax.Gates(1.0, ())
+            inside = gates.enter([first, x])
+            return gates.leave([net(dtype, *inside)], [])[0][0]
+
+        return between
+
+    found, exact = (
+        jax.jit(lambda dtype=dtype: DERIVATIVES[name](of(dtype)))()
+        for dtype in ("float16", "float32")
+    )
+    assert np.linalg.norm(found - exact) < 0.01 * np.linalg.norm(exact)
+
+
+def test_a_member_that_is_not_finite_leaves_the_others_alone():
+    def loss(first):
+        gates = gates_jax.Gates(1.0, ())
+        (inside,) = gates.enter([first])
+        (made,), _ = gates.leave([net("float16", inside, X)], [])
+        return 1e-6 * ops.mean(made**2)
+
+    members = ops.stack([FIRST, np.nan * FIRST, FIRST])
+    found = jax.vmap(jax.grad(loss))(members)
+    assert [bool(np.isfinite(x).all()) for x in found] == [True, False, True]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_gradient_that_is_not_finite_outside_leaves_as_nan(bad):
+    found = jax.grad(lambda w: bad * loss_of("float16")(w))(FIRST)
+    assert np.isnan(found).all()
+
+
+def test_no_healthy_step_makes_a_nan_or_an_infinity():
+    with jax.debug_nans(True), jax.debug_infs(True):
+        jax.jit(jax.grad(loss_of("float16")))(FIRST)

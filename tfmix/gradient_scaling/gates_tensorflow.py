@@ -1,0 +1,288 @@
+"""The two gates of a model's call, under TensorFlow.
+
+Both are one operation on the caller's tape, an identity from the results to the
+tensors and variables that the call has read. Its gradient multiplies by a power
+of two, forms the gradients of what lies between the gates, and divides. So it
+does not matter how the call has read a variable: a nested `tf.function` and a
+recomputed layer give the gradient to the variable itself, where no identity of
+ours could be.
+
+What lies between the gates ran once, recorded by a tape of the call. The tape
+also records how it forms gradients, if anybody may differentiate these. They
+pass two such gates, too.
+"""
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfmix._keras import context_values, kernels, tapes, tracing
+from tfmix.gradient_scaling import power
+from tfmix.ops import tensorflow_products
+from tfmix.step import gradients as unscaled_gradients
+
+
+def is_reached(tensor: Any, others: Sequence) -> bool:
+    """Returns whether a gradient of the running code may reach a tensor."""
+    del others
+    return tapes.reach(tensor)
+
+
+class _Function:
+    """The function that is traced now, or eager code."""
+
+    def __init__(self) -> None:
+        self._trace = tracing.trace()
+
+    def reach(self) -> bool:
+        """Returns whether the running code knows the power of a gradient.
+
+        The gradient of another function is traced before the power is known.
+        """
+        is_here = tracing.trace() == self._trace
+        return is_here or tapes.is_part_of(self._trace)
+
+
+class Gates(_Function):
+    """The gates of one call.
+
+    Args:
+        place: Where gradients lie in float16's range: a number or a scalar.
+        overwritten: The `id`s of tensors and variables whose gradient is their
+            next value, which passes no gate.
+    """
+
+    def __init__(self, place: Any, overwritten: Collection[int]) -> None:
+        super().__init__()
+        self._place, self._overwritten = place, overwritten
+        self._tensors: list = []
+        self._variables: Callable[[], list] = list
+        # A graph holds its own gradients. Inside a second tape, TensorFlow
+        # would differentiate a loop twice, for which it keeps and adds up more.
+        is_taped = tf.executing_eagerly() and tapes.is_recorded()
+        self._tape = tf.GradientTape(persistent=True) if is_taped else None
+
+    def enter(self, values: Sequence) -> list:
+        """Returns the tensors for the code inside, in the same order."""
+        # Eager tensors become part of the graph, so that it has their
+        # gradients.
+        inside = [*map(tf.convert_to_tensor, values)]
+        self._tensors = [*{id(x): x for x in inside}.values()]
+        return inside
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Runs a block between the gates."""
+        watched = [*filter(tapes.reach, self._tensors)]
+        with (
+            tapes.variables_read() as self._variables,
+            context_values.holding(gates=self),
+            _recording(self._tape, watched),
+        ):
+            yield
+
+    def leave(self, results: Sequence, losses: Sequence) -> tuple[list, list]:
+        """Returns the float tensors of a call for the code outside.
+
+        Args:
+            results: The tensors.
+            losses: Losses that were added inside. Their gradients are often far
+                larger than others, so they only count in the sum.
+        """
+        between = _Between(
+            [*results, *losses],
+            len(results),
+            self._tensors,
+            self._variables(),
+            self._place,
+            self._tape,
+            self._overwritten,
+        )
+        made = between.results()
+        return made[: len(results)], made[len(results) :]
+
+
+@contextlib.contextmanager
+def _recording(
+    tape: tf.GradientTape | None, watched: Sequence
+) -> Iterator[None]:
+    """Records a block by a tape, if there is one."""
+    if tape is None:
+        yield
+        return
+    with tape:
+        tape.watch(watched)
+        yield
+
+
+class _Between:
+    """What lies between the gates: it forms the gradients of results.
+
+    Args:
+        results: Float tensors.
+        count: The number of those that count in the maximum; others are losses.
+        tensors: The tensors that they were computed from.
+        variables: The variables that were read for them.
+        place: A factor of the power of two.
+        tape: The tape that recorded it, `None` in a graph.
+        overwritten: The `id`s of tensors and variables whose gradient leaves as
+            it is.
+    """
+
+    def __init__(
+        self,
+        results: Sequence,
+        count: int,
+        tensors: Sequence,
+        variables: Sequence,
+        place: Any,
+        tape: tf.GradientTape | None,
+        overwritten: Collection[int] = (),
+    ) -> None:
+        self._results, self._count = list(results), count
+        self._tensors, self._variables = list(tensors), list(variables)
+        self._handles = tapes.handles(variables)
+        self._place, self._tape = place, tape
+        self._trace = tracing.trace()
+        self._as_values = {
+            n
+            for n, x in enumerate((*self._tensors, *self._variables))
+            if id(x) in overwritten
+        }
+
+    def results(self) -> list:
+        """Returns the results, whose gradients pass the gates."""
+        # A loop would compute a gradient that nobody gets in every step.
+        is_asked = [*map(tapes.reach, self._tensors)]
+        every = [True] * len(is_asked)
+        return tapes.replaced(
+            self._results,
+            self._tensors,
+            self._variables,
+            by_tape=functools.partial(self._gradient, is_asked),
+            by_graph=functools.partial(self._gradient, every),
+        )
+
+    def _gradient(self, is_asked: Sequence, *upstream: Any) -> list:
+        with _as_written():
+            by = power.of(
+                upstream[: self._count], upstream[self._count :], self._place
+            )
+            scaled = [_times(by.up, gradient) for gradient in upstream]
+        # In another graph, such as that of a nested `tf.function`'s gradient,
+        # the results of this one cannot be differentiated again.
+        again = tapes.is_recorded() and tracing.trace() == self._trace
+        with (
+            # A recomputed layer calls users' functions now.
+            context_values.holding(power=by, gates=_Function()),
+            _recording(self._tape if again else None, scaled),
+        ):
+            inside = self._inside(is_asked, scaled)
+        kept = [n for n, g in enumerate(inside) if g is not None]
+        values = [_values(inside[n]) for n in kept]
+        if again:
+            second = _Between(
+                values,
+                len(values),
+                [*self._tensors, *scaled],
+                self._variables,
+                self._place,
+                self._tape,
+            )
+            values = second.results()
+        # Gradients of the tensors come first. They need not show why they are
+        # not finite, because no optimizer gets them.
+        of_variables = [
+            value
+            for n, value in zip(kept, values, strict=True)
+            if n >= len(self._tensors)
+        ]
+        says_why = [False] * (len(values) - len(of_variables))
+        says_why += unscaled_gradients.become_infinite(of_variables)
+        with _as_written():
+            lost = functools.cache(functools.partial(_lost, by.down))
+            for n, value, says in zip(kept, values, says_why, strict=True):
+                if n not in self._as_values:
+                    true = _unscaled(by.down, value, lost if says else None)
+                    inside[n] = _as_before(inside[n], true)
+        return inside
+
+    def _inside(self, is_asked: Sequence, scaled: Sequence) -> list:
+        """Returns the gradients of the tensors, then of the variables.
+
+        Args:
+            is_asked: Whether to compute the gradient of each tensor.
+            scaled: The gradients of the results.
+        """
+        asked = list(itertools.compress(self._tensors, is_asked))
+        sources = [*asked, *self._handles]
+        if self._tape is None:
+            found = tapes.of_graph(
+                self._results, sources, scaled, self._tensors
+            )
+        else:
+            found = tapes.of_tape(self._tape, self._results, sources, scaled)
+        rest = iter(found)
+        return [next(rest) if one else None for one in is_asked] + [*rest]
+
+
+def _values(gradient: Any) -> Any:
+    """Returns a gradient's numbers; of a sparse one, those of its rows."""
+    return getattr(gradient, "values", gradient)
+
+
+def _as_before(gradient: Any, values: Any) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return values
+
+
+def _as_written() -> contextlib.AbstractContextManager[None]:
+    """Runs a block by no rules: they are for the code of models."""
+    return context_values.holding(rules=context_values.NO_RULES)
+
+
+def _unscaled(down: Any, gradient: Any, lost: Callable | None) -> Any:
+    """Divides a gradient.
+
+    Args:
+        down: The factor; NaN if an incoming gradient was not finite.
+        gradient: The gradient.
+        lost: Takes a dtype; returns two numbers whose product shows an overflow
+            inside. `None` if it need not be shown.
+    """
+    tensor, factor = tensorflow_products.parts(gradient)
+    down = down if factor is None else down * factor
+    if lost is None:
+        return _times(down, tensor)
+    real = tf.math.real(tensor) if tensor.dtype.is_complex else tensor
+    wide = kernels.cast(tensor, tf.float32) if _is_small(tensor) else tensor
+    largest, of_lost = lost(wide.dtype)
+    fine, select = tf.raw_ops.IsFinite(x=real), tf.raw_ops.SelectV2
+    result = tf.raw_ops.Mul(
+        x=select(condition=fine, t=wide, e=largest),
+        y=select(condition=fine, t=kernels.cast(down, wide.dtype), e=of_lost),
+    )
+    return kernels.cast(result, tensor.dtype)
+
+
+def _lost(down: Any, dtype: tf.DType) -> tuple[Any, Any]:
+    largest = tf.constant(dtype.real_dtype.max, dtype)
+    return largest, kernels.cast(power.lost(down), dtype)
+
+
+def _times(factor: Any, tensor: Any) -> Any:
+    # Float32 holds every factor.
+    if tensor.dtype == tf.float32:
+        # It is quick to trace, for hundreds of gradients.
+        return tf.raw_ops.Mul(x=tensor, y=factor)
+    wide = kernels.cast(tensor, tf.float32) if _is_small(tensor) else tensor
+    return kernels.cast(wide * kernels.cast(factor, wide.dtype), tensor.dtype)
+
+
+def _is_small(tensor: Any) -> bool:
+    return bool(tensor.dtype.size < 4)
