@@ -19,8 +19,8 @@ import keras
 from absl import logging
 
 from benchmarks import compiled_steps, overhead, results
-from tfmix.hardware import compilers
-from tfmix.hardware import target as targets
+from tfmix.tools.hardware import compilers
+from tfmix.tools.hardware import target as targets
 
 Rows = list[dict[str, Any]]
 

@@ -7,14 +7,14 @@ import keras
 
 import tfmix
 from benchmarks import gpu_models, overhead
-from tfmix.hardware import (
+from tfmix.tools.hardware import (
     compiled_step,
     compiled_text,
     compilers,
     compiling,
     lowering,
 )
-from tfmix.hardware import target as targets
+from tfmix.tools.hardware import target as targets
 
 FEW_LARGE = [(2048, 2048)] * 6
 MANY_SMALL = [(256, 256)] * 200

@@ -24,7 +24,7 @@ from keras import ops
 import tfmix
 from benchmarks import compiled, gpu_models, results
 from tfmix.float8 import product
-from tfmix.hardware import compiled_step
+from tfmix.tools.hardware import compiled_step
 
 WIDTHS = (1024, 2048)
 ROWS = 32

@@ -86,7 +86,7 @@ class Program:
         from jax._src.lib import xla_client
         from jaxlib.mlir import ir
 
-        from tfmix.hardware import compilers
+        from tfmix.tools.hardware import compilers
 
         # The iterations are a 64-bit integer.
         jax.config.update("jax_enable_x64", True)

@@ -17,8 +17,8 @@ from absl import logging
 
 import tfmix
 from benchmarks import compiled, pretrained_networks, results
-from tfmix.hardware import compilers, lowering
-from tfmix.hardware import target as targets
+from tfmix.tools.hardware import compilers, lowering
+from tfmix.tools.hardware import target as targets
 
 TARGET = "h200"
 POLICIES = ("mixed_float16", "mixed_bfloat16")

@@ -16,8 +16,8 @@ import pytest
 import tfmix
 from tests import helpers, processes
 from tests.hardware import programs
-from tfmix import cli, commands
-from tfmix.hardware import compilers
+from tfmix.tools import cli, commands
+from tfmix.tools.hardware import compilers
 
 COMMANDS = "advise check compile convert demo devices doctor run".split()
 ROWS = 12

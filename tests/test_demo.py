@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("sklearn", reason="the demo's data come with scikit-learn")
 
-from tfmix import demo
+from tfmix.tools import demo
 
 TENSORFLOW = keras.backend.backend() == "tensorflow"
 

@@ -18,9 +18,9 @@ import pytest
 
 from tests import helpers, processes
 from tests.tree import ROOT
-from tfmix import cli
-from tfmix._run import report, session, steps, verdict
 from tfmix.policy import names
+from tfmix.tools import cli
+from tfmix.tools.run import report, session, steps, verdict
 
 BACKEND = keras.backend.backend()
 # Without Keras there is no backend to try it with.
@@ -71,7 +71,7 @@ SHOWS_ITSELF = """
 import os, sys
 print(__name__, sys.argv, sys.path[0], sys.orig_argv[1:], __file__)
 print(__spec__ and __spec__.name, sorted(set(globals()) & {"cli", "run"}))
-print([path for path in sys.path if "_run" in path])
+print([path for path in sys.path if "startup" in path])
 """
 AS_UNDER_PYTHON = {
     "itself": SHOWS_ITSELF,
@@ -192,7 +192,7 @@ def launched(folder, *words):
         file = folder / name
         file.parent.mkdir(exist_ok=True)
         file.write_text(text)
-    launcher = ROOT / "tfmix" / "_run" / "launcher.py"
+    launcher = ROOT / "tfmix" / "tools" / "run" / "launcher.py"
     places = {"PYTHONPATH": str(folder), "TMPDIR": str(folder)}
     done = python("-c", LAUNCH, launcher, *words, folder=folder, **places)
     # Whatever happens, no temporary file stays.
@@ -864,7 +864,7 @@ def test_repetitions_have_seeds_of_their_own_if_the_script_sets_none(
 
 
 def test_a_repeated_comparison_takes_turns(tmp_path, monkeypatch, capsys):
-    file = pathlib.Path(cli.__file__).with_name("_run") / "launcher.py"
+    file = pathlib.Path(cli.__file__).with_name("run") / "launcher.py"
     launcher = runpy.run_path(str(file))["run"]
     begun = []
 

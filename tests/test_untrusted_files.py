@@ -10,9 +10,10 @@ import pytest
 from tests import helpers
 from tests.diagnostics import faults
 from tests.hardware import test_step_page
-from tfmix import _tables, cli
+from tfmix import _tables
 from tfmix.conversion import summary
-from tfmix.diagnostics import check
+from tfmix.tools import cli
+from tfmix.tools.diagnostics import check
 
 # Quotes end an HTML attribute, and brackets begin a tag of HTML or rich.
 HOSTILE = "a\"b'c<img src=x onerror=alert(1)>&amp;[red]"

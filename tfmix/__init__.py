@@ -2,7 +2,7 @@
 
 import os as _os
 
-from tfmix import cli as _cli
+from tfmix.tools import cli as _cli
 
 with _cli.startup_log_held_back(only_of="python -m tfmix"):
     from tfmix._keras import version
@@ -25,8 +25,6 @@ from tfmix.conversion.convert import apply_policy as apply_policy
 from tfmix.conversion.convert import convert_model as convert_model
 from tfmix.conversion.convert import prepare as prepare
 from tfmix.conversion.summary import summary as summary
-from tfmix.diagnostics import skip_report as _skip_report
-from tfmix.diagnostics.check import check as check
 from tfmix.loss_scaling.errors import LossScaleError as LossScaleError
 from tfmix.loss_scaling.optimizer import (
     LossScaleOptimizer as LossScaleOptimizer,
@@ -37,6 +35,8 @@ from tfmix.loss_scaling.rules import NoLossScale as NoLossScale
 from tfmix.policy.policy import Policy as Policy
 from tfmix.step.finite import all_finite as all_finite
 from tfmix.step.guard import guard as guard
+from tfmix.tools.diagnostics import skip_report as _skip_report
+from tfmix.tools.diagnostics.check import check as check
 
 _model.report_skips(_skip_report.Reporter(_skip_report.SkipWatch))
 _compile_method.watch()
@@ -45,7 +45,7 @@ __version__ = "0.2.0"
 
 if _os.environ.get("TFMIX_POLICY"):
     # `tfmix run` sets it, or a launcher that owns the command line.
-    from tfmix._run import session as _session
+    from tfmix.tools.run import session as _session
 
     _session.begin()
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from tfmix import cli
+from tfmix.tools import cli
 
 if __name__ == "__main__":
     sys.exit(cli.main())

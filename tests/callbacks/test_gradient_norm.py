@@ -9,8 +9,8 @@ from keras import ops
 
 from tests import helpers
 from tests.callbacks import test_loss_scale_monitor as monitored
-from tfmix.callbacks import loss_scale_monitor, numerics_monitor
 from tfmix.loss_scaling import optimizer as scaling
+from tfmix.tools.callbacks import loss_scale_monitor, numerics_monitor
 
 WAYS = {
     "eager": {"run_eagerly": True},

@@ -10,9 +10,9 @@ import pytest
 
 import tfmix
 from tests import helpers
-from tfmix.callbacks import loss_scale_monitor
 from tfmix.loss_scaling import errors, rules
 from tfmix.loss_scaling import optimizer as scaling
+from tfmix.tools.callbacks import loss_scale_monitor
 
 Monitor = loss_scale_monitor.LossScaleMonitor
 

@@ -10,8 +10,8 @@ from keras import ops
 import tfmix
 from tests import helpers
 from tests.diagnostics import faults
-from tfmix.callbacks import numerics_monitor
 from tfmix.loss_scaling import optimizer as scaling
+from tfmix.tools.callbacks import numerics_monitor
 
 Monitor = numerics_monitor.NumericsMonitor
 

@@ -16,9 +16,9 @@ from rich import console
 import tfmix
 from tests.diagnostics import faults
 from tfmix import _formats
-from tfmix.callbacks import sampler
-from tfmix.diagnostics import check
 from tfmix.policy import policy as policies
+from tfmix.tools.callbacks import sampler
+from tfmix.tools.diagnostics import check
 
 BACKEND = importlib.import_module(keras.backend.backend())
 

@@ -7,8 +7,8 @@ import keras
 import pytest
 
 import tfmix
-from tfmix import cli
-from tfmix.diagnostics import environment
+from tfmix.tools import cli
+from tfmix.tools.diagnostics import environment
 
 
 def test_environment_names_versions_backend_devices_and_policy():

@@ -12,10 +12,10 @@ from keras import layers, ops
 
 import tfmix
 from tests import helpers
-from tfmix.callbacks import numerics_monitor
-from tfmix.diagnostics import check
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.policy import policy as policies
+from tfmix.tools.callbacks import numerics_monitor
+from tfmix.tools.diagnostics import check
 
 ROWS, BATCH, STEPS = 256, 32, 200
 CROSS_ENTROPY = "sparse_categorical_crossentropy"

@@ -6,9 +6,9 @@ import pytest
 from keras import ops
 
 from tfmix._keras import compile_method
-from tfmix.callbacks import loss_scale_monitor, numerics_monitor
-from tfmix.diagnostics import check, missing_scaler
 from tfmix.loss_scaling import optimizer as scaling
+from tfmix.tools.callbacks import loss_scale_monitor, numerics_monitor
+from tfmix.tools.diagnostics import check, missing_scaler
 
 X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
 Y = X[:, :1]

@@ -6,9 +6,9 @@ import pytest
 
 from tests.diagnostics import faults
 from tfmix._keras import compile_method
-from tfmix.callbacks import numerics_monitor
-from tfmix.diagnostics import check
 from tfmix.loss_scaling import optimizer as scaling
+from tfmix.tools.callbacks import numerics_monitor
+from tfmix.tools.diagnostics import check
 
 # NumPy warns about a factor of 3e5 in a float16 layer, which TensorFlow turns
 # into a tensor. That factor is a planted fault.

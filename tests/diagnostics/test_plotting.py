@@ -7,8 +7,8 @@ import pytest
 from matplotlib import colors
 
 from tests.diagnostics import faults
-from tfmix.callbacks import loss_scale_monitor
-from tfmix.diagnostics import check, plotting
+from tfmix.tools.callbacks import loss_scale_monitor
+from tfmix.tools.diagnostics import check, plotting
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from tfmix.diagnostics import programs
+from tfmix.tools.diagnostics import programs
 
 jax = pytest.importorskip("jax")
 pytestmark = pytest.mark.skipif(

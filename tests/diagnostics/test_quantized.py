@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from tests import helpers
-from tfmix.callbacks import numerics_monitor
-from tfmix.diagnostics import check
-from tfmix.hardware import advice
+from tfmix.tools.callbacks import numerics_monitor
+from tfmix.tools.diagnostics import check
+from tfmix.tools.hardware import advice
 
 
 def rounding(values):

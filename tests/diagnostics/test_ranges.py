@@ -9,7 +9,7 @@ import pytest
 from keras import ops
 
 from tfmix import _formats
-from tfmix.diagnostics import ranges
+from tfmix.tools.diagnostics import ranges
 
 FLOAT16 = _formats.FLOAT16
 

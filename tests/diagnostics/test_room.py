@@ -6,9 +6,9 @@ import pytest
 
 from tfmix.autocast import global_policy
 from tfmix.conversion import convert
-from tfmix.diagnostics import check
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.loss_scaling import rules
+from tfmix.tools.diagnostics import check
 
 FIRST = rules.DynamicLossScale().initial_scale
 ON_JAX = keras.backend.backend() == "jax"

@@ -11,10 +11,10 @@ import pytest
 
 from tests import helpers
 from tfmix.autocast import global_policy
-from tfmix.callbacks import loss_scale_monitor
 from tfmix.gradient_scaling import model_call
 from tfmix.loss_scaling import errors
 from tfmix.loss_scaling import optimizer as scaling
+from tfmix.tools.callbacks import loss_scale_monitor
 
 ALL_BAD = (
     "16 of 16 steps of epoch 1 were skipped: `x` reaches 1e+05 and float16 "

@@ -7,7 +7,7 @@ import numpy as np
 
 from tests.diagnostics import faults
 from tfmix.autocast import float32_output
-from tfmix.diagnostics import check
+from tfmix.tools.diagnostics import check
 
 
 def loud(*more):

@@ -12,8 +12,8 @@ import keras
 
 import tfmix
 from tests import test_docs
-from tfmix.hardware import compiled_step, compilers, compiling, lowering
-from tfmix.hardware import target as targets
+from tfmix.tools.hardware import compiled_step, compilers, compiling, lowering
+from tfmix.tools.hardware import target as targets
 
 PAGE = test_docs.DOCS / "recipes" / "sixteen-gigabytes.md"
 # These are the sizes of KerasHub's preset `gemma_2b_en`.

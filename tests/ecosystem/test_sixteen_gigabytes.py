@@ -7,7 +7,7 @@ import pytest
 from tests import helpers
 from tests.ecosystem import sixteen_gigabytes
 from tests.hardware import programs
-from tfmix.hardware import target as targets
+from tfmix.tools.hardware import target as targets
 
 pytest.importorskip("keras_hub")
 # This is KerasHub's warning: it passes masks to layers without masks.

@@ -11,7 +11,7 @@ import pytest
 
 import tfmix
 from tests import helpers, loops
-from tfmix.diagnostics import programs
+from tfmix.tools.diagnostics import programs
 
 ON_JAX = keras.backend.backend() == "jax"
 X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")

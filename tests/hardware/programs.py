@@ -2,8 +2,8 @@
 
 import pytest
 
-from tfmix.hardware import compilers
-from tfmix.hardware import target as targets
+from tfmix.tools.hardware import compilers
+from tfmix.tools.hardware import target as targets
 
 
 def missing(name):

@@ -9,9 +9,9 @@ from keras import layers
 
 import tfmix
 from tests import helpers
-from tfmix.hardware import advice as advising
-from tfmix.hardware import target as targets
-from tfmix.hardware import training_memory
+from tfmix.tools.hardware import advice as advising
+from tfmix.tools.hardware import target as targets
+from tfmix.tools.hardware import training_memory
 
 advise = advising.advise
 

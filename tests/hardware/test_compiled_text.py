@@ -2,7 +2,7 @@
 
 import pytest
 
-from tfmix.hardware import compiled_text
+from tfmix.tools.hardware import compiled_text
 
 GPU = """HloModule jit_step
 

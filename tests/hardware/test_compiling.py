@@ -13,8 +13,8 @@ from keras import layers
 import tfmix
 from tests import processes
 from tests.hardware.programs import needs
-from tfmix.hardware import compilers, compiling
-from tfmix.hardware import target as targets
+from tfmix.tools.hardware import compilers, compiling
+from tfmix.tools.hardware import target as targets
 
 JAX = keras.backend.backend() == "jax"
 compile_for = tfmix.hardware.compile_for

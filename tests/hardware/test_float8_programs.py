@@ -11,7 +11,7 @@ import tfmix
 from tests import helpers
 from tests.hardware import programs
 from tfmix.float8 import product
-from tfmix.hardware import compiled_text, compilers, hlo_text, target
+from tfmix.tools.hardware import compiled_text, compilers, hlo_text, target
 
 WIDTH, ROWS, LENGTH, WORDS = 1024, 32, 256, 1008
 EVERY = tfmix.Policy("mixed_float8", float8_layers=["Dense", "EinsumDense"])

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from tfmix.hardware import model_batches
+from tfmix.tools.hardware import model_batches
 
 CLASSES = keras.losses.SparseCategoricalCrossentropy
 

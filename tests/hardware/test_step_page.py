@@ -5,7 +5,7 @@ import dataclasses
 import keras
 
 import tfmix
-from tfmix.hardware import compiled_step, training_memory
+from tfmix.tools.hardware import compiled_step, training_memory
 
 STEP = compiled_step.CompiledStep(
     rows=(

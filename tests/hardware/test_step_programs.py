@@ -11,9 +11,9 @@ from benchmarks import compiled_steps, overhead
 from tests import helpers
 from tests.hardware.programs import skip_without
 from tfmix._keras import kernels, tracing
-from tfmix.hardware import compiled_text, compilers, lowering
-from tfmix.hardware import target as targets
 from tfmix.step import finite
+from tfmix.tools.hardware import compiled_text, compilers, lowering
+from tfmix.tools.hardware import target as targets
 
 FEW, MANY = compiled_steps.FEW_LARGE, compiled_steps.MANY_SMALL
 

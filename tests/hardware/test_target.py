@@ -7,7 +7,7 @@ import pytest
 
 import tfmix
 from tests import helpers
-from tfmix.hardware import target as targets
+from tfmix.tools.hardware import target as targets
 
 pytestmark = pytest.mark.every_case("each row is a separate rule, and fast")
 

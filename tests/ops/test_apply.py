@@ -132,6 +132,19 @@ def test_a_weight_shared_by_many_rows_gets_the_sum_of_float32(
     against_float32.check(SHARED[use], ROWS, GAINS, policy, mode)
 
 
+@pytest.mark.parametrize("of_weight", [ops.exp, ops.square, ops.abs, ops.sum])
+def test_an_activation_times_what_is_made_of_weights_is_16_bit(of_weight):
+    seen = []
+
+    def product(x, w):
+        y = ops.relu(x)
+        seen.append(y * of_weight(w))
+        return seen[-1]
+
+    against_float32.results("mixed_float16", product, ROWS[:3], GAINS)
+    assert helpers.dtype_of(seen[-1]) == "float16"
+
+
 @pytest.mark.parametrize("mode", steps.MODES)
 def test_what_is_made_of_weights_alone_may_be_beyond_16_bit(mode):
     def exponential(x, w):

@@ -193,6 +193,8 @@ def test_each_program_of_three_ops_gives_what_float32_gives(seed, policy):
 @pytest.mark.parametrize("mode", [*steps.MODES][1:])
 @pytest.mark.parametrize("seed", range(24))
 def test_a_compiled_program_gives_what_float32_gives(seed, mode):
+    if mode == "xla" and program(seed)[1].rpartition(", ")[2] in LOOPS:
+        pytest.skip("Keras's TensorFlow loops have no gradient under XLA")
     check(seed, "mixed_float16", mode)
 
 

@@ -36,7 +36,7 @@ def as_model(function, columns):
 
 FUNCTIONS = {
     "ids": (lambda x: ops.cast(ops.cast(x[:, 0], "int32"), "float32"), IDS),
-    "ids in int64": (lambda x: ops.cast(ops.cast(x, "int64"), "float32"), IDS),
+    "ids in int16": (lambda x: ops.cast(ops.cast(x, "int16"), "float32"), IDS),
     "a bucket": (lambda x: x % 97, IDS),
     "a digit": (lambda x: x // 100, IDS),
     "even": (lambda x: ops.cast(ops.equal(x, 301), "float32"), IDS),

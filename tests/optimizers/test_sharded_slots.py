@@ -8,8 +8,8 @@ import pytest
 
 import tfmix
 from tests import helpers, sixteen_bit
-from tfmix.hardware import compiled_text
 from tfmix.optimizers import eight_bit
+from tfmix.tools.hardware import compiled_text
 
 if keras.backend.backend() != "jax":
     pytest.skip("keras.distribution is JAX's here", allow_module_level=True)

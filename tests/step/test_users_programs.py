@@ -14,8 +14,8 @@ from keras import layers, ops
 import tfmix
 from tests import helpers, processes
 from tests.hardware.programs import skip_without
-from tfmix.hardware import compilers
-from tfmix.hardware import target as targets
+from tfmix.tools.hardware import compilers
+from tfmix.tools.hardware import target as targets
 
 if helpers.ON_JAX:
     import jax

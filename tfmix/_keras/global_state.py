@@ -164,6 +164,6 @@ def copy_notes(
     for name in NOTES:
         value = note(source, name)
         if value is not None:
-            value = keras.tree.map_structure(change, value)
-            if target is not source:
-                put_note(target, name, value)
+            changed = keras.tree.map_structure(change, value)
+            if target is not source or changed is not value:
+                put_note(target, name, changed)

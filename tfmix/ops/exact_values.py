@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import keras
 
+from tfmix import _formats
 from tfmix._keras import global_state, kernels, layers, tapes
 from tfmix._keras import variables as keras_variables
 from tfmix.ops import tensors
@@ -92,14 +93,18 @@ def is_exact(value: Any) -> bool:
 
 
 def to_float32_with_notes(value: Any) -> Any:
-    """Casts a 16-bit tensor to float32 and keeps its mask and its logits.
+    """Casts a 16-bit tensor to float32, and its logits; keeps its mask.
 
     Masked metrics and losses of softmax heads need both.
     """
-    if not tensors.is_16_bit(value):
+    dtype = tensors.float_dtype(value)
+    if dtype != "float32" and dtype not in _formats.SIXTEEN_BIT:
         return value
-    weight = weight_of(value)
-    result = tensors.to_float32(value) if weight is None else weight
+    result = value
+    if dtype != "float32":
+        weight = weight_of(value)
+        result = tensors.to_float32(value) if weight is None else weight
+    # Float32 probabilities may have 16-bit logits, which are cast then.
     global_state.copy_notes(value, result, tensors.to_float32)
     return result
 

@@ -1,6 +1,0 @@
-"""Callbacks that monitor loss scaling and 16-bit numbers during `fit`."""
-
-from tfmix.callbacks.loss_scale_monitor import LossScaleMonitor
-from tfmix.callbacks.numerics_monitor import NumericsMonitor
-
-__all__ = ["LossScaleMonitor", "NumericsMonitor"]

@@ -1,0 +1,1 @@
+"""Tools that explain: checks, monitors, hardware, the command line."""

@@ -1,0 +1,1 @@
+"""Callbacks that monitor loss scaling and 16-bit numbers during `fit`."""

@@ -1,0 +1,303 @@
+"""Runs each command of the shell: reads its input, calls one function."""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import pathlib
+import re
+import textwrap
+from typing import Any
+
+import keras
+import numpy as np
+from rich import console, markup, text
+
+from tfmix import _messages
+from tfmix.autocast import global_policy
+from tfmix.conversion import convert
+from tfmix.policy.devices import devices, suited_policy
+from tfmix.tools import demo
+from tfmix.tools.diagnostics import check, environment
+from tfmix.tools.hardware import advice as advise
+from tfmix.tools.hardware import compiling, model_batches
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """A command's result: for people, for programs and for the shell."""
+
+    text: Any  # a string or anything rich can print
+    data: Any  # the same as plain JSON values
+    healthy: bool = True  # true if nothing is wrong
+
+
+def run_devices(options: argparse.Namespace) -> Outcome:
+    """Lists the devices, and the policy that `"auto"` would choose."""
+    usable = devices()
+    name, reason = suited_policy(usable)
+    listed = [dataclasses.asdict(device) for device in usable]
+    data = {"devices": listed, "auto": name, "reason": reason}
+    return Outcome(usable, data)
+
+
+def run_doctor(options: argparse.Namespace) -> Outcome:
+    """Lists versions, backend, devices, policy and extras."""
+    current = environment.environment()
+    return Outcome(current, dataclasses.asdict(current))
+
+
+def run_check(options: argparse.Namespace) -> Outcome:
+    """Checks a saved model in 16 bit on a batch from a file."""
+    if options.html:
+        _check_folder(options.html)
+    x, y, total = read_batch(options.data, options.rows)
+    # A given loss replaces the compiled one, which need not load then.
+    model = load_model(options.model, compiled=options.loss is None)
+    x = arranged(x, model)
+    notes = []
+    if total > options.rows:
+        notes.append(
+            f"The first {options.rows} rows of the file were checked; see "
+            "--rows."
+        )
+    if y is not None and not (options.loss or getattr(model, "loss", None)):
+        y = None
+        notes.append(
+            "The model has no loss, so only the forward pass was "
+            "checked; give one with --loss."
+        )
+    try:
+        report = check.checked(
+            model, x, y, loss=options.loss, policy=options.policy, rows=None
+        )
+    except Exception as error:
+        # Keras adds the values of all arguments to an error of a layer.
+        said, cut, _ = str(error).partition("Arguments received by")
+        if isinstance(error, TypeError | ValueError) and not cut:
+            raise
+        # Each backend raises its own exceptions for data that do not fit.
+        raise ValueError(
+            f"The model could not be checked on {str(options.data)!r}: "
+            f"{type(error).__name__}: {textwrap.shorten(said, 500)}"
+        ) from error
+    data = json.loads(report.to_json())
+    if options.suggest:
+        policy = report.suggested_policy(progress=not options.json)
+        data["suggested_policy"] = repr(policy)
+        known = report.policy.float32_layers
+        added = [layer for layer in policy.float32_layers if layer not in known]
+        extra = f" with {added} in float32 as well" if added else ""
+        notes.append(f"suggested: {policy.level or policy.name!r}{extra}")
+    if options.html:
+        report.to_html(options.html)
+        notes.append(f"report: {options.html}")
+    notes.append("headroom: how often a value can double before it overflows.")
+    data["notes"] += notes
+    report = dataclasses.replace(report, verbose=options.verbose)
+    text = console.Group(report, *map(markup.escape, notes))
+    return Outcome(text, data, report.healthy)
+
+
+def run_advise(options: argparse.Namespace) -> Outcome:
+    """Reports where a saved model's shapes are slow, and its memory."""
+    # The state of an optimizer that was saved with the model counts, too.
+    model = _loaded(options.model)
+    shape = options.input_shape and tuple(options.input_shape)
+    try:
+        advice = advise.advise(
+            model, options.batch_size, input_shape=shape, target=options.target
+        )
+    except model_batches.InputShapeError as error:
+        sizes = " ".join(map(str, error.example))
+        raise ValueError(
+            f"{error.text} Write the sizes of one row, as in `--input-shape "
+            f"{sizes}`."
+        ) from error
+    return Outcome(advice, json.loads(advice.to_json()))
+
+
+def run_compile(options: argparse.Namespace) -> Outcome:
+    """Compiles a saved model's training step for another machine."""
+    if options.html:
+        _check_folder(options.html)
+    policies = options.policy and re.split(r",\s*", options.policy)
+    model = _loaded(options.model)
+    step = compiling.compile_for(
+        model,
+        options.batch_size,
+        target=options.target,
+        devices=options.devices,
+        optimizer=options.optimizer,
+        loss=options.loss,
+        policy=policies if policies and len(policies) > 1 else options.policy,
+    )
+    if options.html:
+        step.to_html(options.html)
+    return Outcome(step, json.loads(step.to_json()))
+
+
+def _loaded(path: pathlib.Path) -> keras.Model:
+    try:
+        return load_model(path, compiled=True)
+    except ValueError:
+        # A loss of the user's own should not prevent the other counts.
+        return load_model(path, compiled=False)
+
+
+def run_convert(options: argparse.Namespace) -> Outcome:
+    """Converts a saved model and saves the result."""
+    target = options.target
+    if target.suffix != ".keras":
+        raise ValueError(
+            f"The converted model is written in Keras's own format. Received: "
+            f"target={str(target)!r}. Give it a name that ends in `.keras`."
+        )
+    if target.exists() and not options.overwrite:
+        raise ValueError(
+            f"{str(target)!r} exists already. Give another name, or "
+            "`--overwrite`."
+        )
+    _check_folder(target)
+    model = load_model(options.source, compiled=not options.inference)
+    with _messages.silenced():
+        # Its messages are part of its report, which is printed.
+        policy = global_policy.asked(options.policy)
+        model, report, _ = convert.converted_copy(model, policy)
+    model.save(target)
+    auto = [devices().auto()] if options.policy == "auto" else []
+    data = {
+        "policy": options.policy,
+        "target": str(target),
+        "rows": [dataclasses.asdict(row) for row in report.rows],
+        "notes": [*auto, *report.notes],
+    }
+    # A wrapped path cannot be copied.
+    written = text.Text(f"written: {target}", no_wrap=True, overflow="ignore")
+    notes = map(markup.escape, auto)
+    return Outcome(console.Group(report, *notes, written), data)
+
+
+def run_demo(options: argparse.Namespace) -> Outcome:
+    """Trains on scanned digits under three policies."""
+    if importlib.util.find_spec("sklearn") is None:
+        raise ImportError(
+            "The demo needs the module 'sklearn', whose digits it learns. Run "
+            "`pip install scikit-learn`."
+        )
+    given = {"epochs": options.epochs, "seeds": options.seeds}
+    settings = {name: v for name, v in given.items() if v is not None}
+    report = demo.run(out=options.out, quiet=options.json, **settings)
+    return Outcome(report, report.to_dict(), report.healthy)
+
+
+def load_model(path: pathlib.Path, compiled: bool) -> keras.Model:
+    """Loads a model from a `.keras` file, with or without compiled parts."""
+    saved = "a model that was saved with `model.save('NAME.keras')`."
+    _check_file(path, f"Give the path of {saved}")
+    try:
+        return keras.saving.load_model(path, compile=compiled)
+    except Exception as error:
+        # For a broken file, Keras passes on errors of zipfile and h5py, and
+        # KeyError for a missing entry.
+        raise ValueError(
+            f"Keras cannot load {str(path)!r}: {type(error).__name__}: "
+            f"{error} A model with classes of your own is used from "
+            "Python, where they are known."
+        ) from error
+
+
+def _check_file(path: pathlib.Path, advice: str) -> None:
+    if path.is_dir():
+        raise ValueError(f"{str(path)!r} is a directory, no file. {advice}")
+    if not path.is_file():
+        raise ValueError(f"There is no file {str(path)!r}. {advice}")
+
+
+def _check_folder(path: pathlib.Path) -> None:
+    """Refuses an output file that is a folder, or whose folder is missing."""
+    if path.is_dir():
+        raise ValueError(
+            f"{str(path)!r} is a folder. Give the name of a file in it."
+        )
+    if not path.parent.is_dir():
+        raise ValueError(
+            f"There is no folder {str(path.parent)!r} to write {path.name!r} "
+            "in. Make it first, or give another path."
+        )
+
+
+def read_batch(path: pathlib.Path, rows: int) -> tuple[Any, Any, int]:
+    """Reads `x`, or inputs by name, and `y` from `.npz`, `x` from `.npy`.
+
+    It returns the first rows of each, and the number of rows in the file.
+    """
+    if rows < 1:
+        raise ValueError(f"`rows` must be at least 1. Received: rows={rows!r}.")
+    _check_file(
+        path, "Write one with `numpy.savez('NAME.npz', x=inputs, y=targets)`."
+    )
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            return loaded[:rows], None, len(loaded)
+        whole = {name: loaded[name] for name in loaded.files}
+        total = max(map(len, whole.values()), default=0)
+        arrays = {name: array[:rows] for name, array in whole.items()}
+    except Exception as error:
+        # NumPy passes on errors of zipfile and zlib for a broken file.
+        raise ValueError(
+            f"NumPy cannot read {str(path)!r}: {type(error).__name__}: {error}"
+        ) from error
+    y = arrays.pop("y", None)
+    if not arrays:
+        raise ValueError(
+            f"{str(path)!r} holds no inputs. Received the arrays: "
+            f"{loaded.files!r}. Save them as `x`, or by the inputs' names."
+        )
+    return arrays.get("x", arrays), y, total
+
+
+def arranged(x: Any, model: keras.Model) -> Any:
+    """Arranges named arrays in the structure of a model's inputs.
+
+    Raises:
+        ValueError: If an array is missing, or has another shape than its input.
+    """
+    inputs = getattr(model, "input", None)
+    if inputs is None:
+        return x
+    if not isinstance(x, dict):
+        tensors = keras.tree.flatten(inputs)
+        if len(tensors) == 1:
+            _check_shape(x, tensors[0])
+        return x
+    names = [tensor.name for tensor in keras.tree.flatten(inputs)]
+    if missing := [name for name in names if name not in x]:
+        raise ValueError(
+            f"There is no array for the inputs {missing!r}. Received the "
+            f"arrays: {sorted(x)!r}. Save each by its input's name, or the "
+            "only one as `x`."
+        )
+    for tensor in keras.tree.flatten(inputs):
+        _check_shape(x[tensor.name], tensor)
+    return keras.tree.map_structure(lambda tensor: x[tensor.name], inputs)
+
+
+def _check_shape(array: Any, tensor: keras.KerasTensor) -> None:
+    """Refuses an array whose rows do not have the shape of an input."""
+    sizes, expected = list(array.shape[1:]), list(tensor.shape[1:])
+    # Keras adds or drops a last axis of size 1.
+    for longer, shorter in ((sizes, expected), (expected, sizes)):
+        if len(longer) == len(shorter) + 1 and longer[-1] == 1:
+            longer.pop()
+    if len(sizes) != len(expected) or not all(
+        wanted in (None, size)
+        for size, wanted in zip(sizes, expected, strict=True)
+    ):
+        shape = ["rows", *("any" if n is None else n for n in tensor.shape[1:])]
+        raise ValueError(
+            f"The data do not fit the input {tensor.name!r}. Received: an "
+            f"array of shape {array.shape}. It must have the shape "
+            f"({', '.join(map(str, shape))}): save one with `numpy.savez`."
+        )

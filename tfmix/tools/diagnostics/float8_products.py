@@ -1,0 +1,205 @@
+"""Measures the float8 products of the chosen layers against float32."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from tfmix import _tables
+from tfmix._keras import layers
+from tfmix.float8 import chosen_layers, product
+from tfmix.tools.diagnostics import differentiation, probe, verdicts
+
+PRODUCTS = ("forward", "input gradient", "kernel gradient")
+# Training in float8 is as good as in bfloat16 if gradients turn no further.
+_LEAST_COSINE = 0.98
+# The small numbers of an activation may underflow without harm. They count as
+# a fault only if the rows of the result change.
+_MOST_UNDERFLOW = 0.1
+_HEADS = ("layer", "in float8", "verdict", "underflow", "saturated", "cosine")
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8Product:
+    """One product of a layer in float8, compared with float32.
+
+    Attributes:
+        layer: The layer's path.
+        product: `"forward"`, `"input gradient"` or `"kernel gradient"`.
+        verdict: `"ok"`, `"underflow"`, `"inaccurate"` or `"not_finite"`.
+        underflow: The share of nonzero numbers of a factor that become zero,
+            0 to 1; that of the worse factor.
+        saturated: The share of all numbers of a factor that leave the format,
+            0 to 1; that of the worse factor.
+        cosine: The cosine of the angle between both results, -1 to 1.
+    """
+
+    layer: str
+    product: str
+    verdict: str
+    underflow: float
+    saturated: float
+    cosine: float
+
+    @property
+    def is_fine(self) -> bool:
+        """True if the layer can stay in float8."""
+        return self.verdict == verdicts.OK
+
+
+def measure(
+    chosen: Sequence[keras.Layer], loss_of: Callable[[], Any]
+) -> tuple[list[keras.Layer], Any]:
+    """Measures each product of the layers in one training step.
+
+    Args:
+        chosen: The layers, as `chosen_layers.choose` returned them.
+        loss_of: Function that runs the model and returns the loss.
+
+    Returns:
+        The layer of each call, in order, and a float32 tensor of shape
+        `(calls, 3, 4)`: for each of `PRODUCTS`, the shares that underflow and
+        saturate, the cosine, and the mean cosine of the rows.
+    """
+    targets = [probe.Target(layer, layer.name, (), True) for layer in chosen]
+    called: list[keras.Layer] = []
+    tokens: list[Any] = []
+
+    def record(call: probe.Call) -> Any:
+        outputs = call.proceed()
+        called.append(call.target.operation)
+        # The number of rows may be unknown until the call runs.
+        tokens.append(ops.zeros_like(outputs, dtype="float32"))
+        return outputs
+
+    with probe.watched(targets, record):
+        loss_of()
+
+    def run(tokens: list[Any]) -> list[Any]:
+        factors, rest = [], iter(tokens)
+
+        def on_call(call: probe.Call) -> Any:
+            outputs = call.proceed()
+            layer = call.target.operation
+            bias = 0.0 if layer.bias is None else layer.bias
+            for factor in (call.tensors[0], layer.kernel, bias):
+                factors.append(ops.cast(factor, "float32"))
+            return differentiation.export_gradient(outputs, next(rest))
+
+        with probe.watched(targets, on_call):
+            loss = loss_of()
+        return [loss, *factors]
+
+    (loss, *factors), back = differentiation.pullback(run, tokens)
+    gradients = back([ops.ones_like(loss), *map(ops.zeros_like, factors)])
+    inputs, kernels, biases = (factors[start::3] for start in range(3))
+    calls = zip(called, inputs, kernels, biases, gradients, strict=True)
+    rows = [_measure_call(*call) for call in calls]
+    return called, ops.stack(rows) if rows else ops.zeros((0, 3, 4))
+
+
+def read(called: Sequence[keras.Layer], table: Any) -> list[Float8Product]:
+    """Reads the result of `measure`: the worst call of each layer."""
+    worst: dict[tuple[str, str], Float8Product] = {}
+    for layer, rows in zip(called, np.asarray(table), strict=True):
+        path = layers.path_of(layer)
+        for name, row in zip(PRODUCTS, rows, strict=True):
+            underflow, saturated, cosine, of_rows = map(float, row)
+            verdict = _verdict(underflow, saturated, cosine, of_rows)
+            judged = Float8Product(
+                path, name, verdict, underflow, saturated, cosine
+            )
+            before = worst.setdefault((path, name), judged)
+            if (before.is_fine, before.cosine) > (
+                judged.is_fine,
+                judged.cosine,
+            ):
+                worst[path, name] = judged
+    return sorted(
+        worst.values(), key=lambda judged: (judged.is_fine, judged.cosine)
+    )
+
+
+def table(products: Sequence[Float8Product]) -> _tables.Table:
+    """Returns a table of some products."""
+    rows = [
+        (
+            judged.layer,
+            judged.product,
+            judged.verdict,
+            f"{judged.underflow:.1%}",
+            f"{judged.saturated:.1%}",
+            f"{judged.cosine:.4f}",
+        )
+        for judged in products
+    ]
+    return _tables.Table(_HEADS, rows, verdicts=[x.verdict for x in products])
+
+
+def _verdict(
+    underflow: float, saturated: float, cosine: float, of_rows: float
+) -> str:
+    if saturated or not math.isfinite(cosine):
+        return verdicts.NOT_FINITE
+    if underflow > _MOST_UNDERFLOW and of_rows < _LEAST_COSINE:
+        return verdicts.UNDERFLOW
+    return verdicts.OK if cosine >= _LEAST_COSINE else verdicts.INACCURATE
+
+
+def _measure_call(
+    layer: keras.Layer, inputs: Any, kernel: Any, bias: Any, gradient: Any
+) -> Any:
+    """Measures the three products of one call: `(3, 4)`."""
+    if layer.activation is not None:
+        before = chosen_layers.exact(layer, inputs, kernel) + bias
+        _, back = differentiation.pullback(
+            lambda tensors: [layer.activation(tensors[0])], [before]
+        )
+        (gradient,) = back([gradient])
+    a, b, c = chosen_layers.matrices(layer, inputs, kernel, gradient)
+    forward, back_format = product.FORWARD, product.GRADIENT
+    return ops.stack(
+        [
+            _measure_product(a, b, forward, forward),
+            _measure_product(c, ops.transpose(b), back_format, forward),
+            _measure_product(ops.transpose(a), c, forward, back_format),
+        ]
+    )
+
+
+def _measure_product(
+    a: Any, b: Any, to_a: product.Format, to_b: product.Format
+) -> Any:
+    (near_a, *lost_a), (near_b, *lost_b) = _round(a, to_a), _round(b, to_b)
+    near, exact = ops.matmul(near_a, near_b), ops.matmul(a, b)
+    lost = [ops.maximum(*pair) for pair in zip(lost_a, lost_b, strict=True)]
+    whole = _cosines(ops.reshape(near, (1, -1)), ops.reshape(exact, (1, -1)))
+    return ops.stack([*lost, whole, _cosines(near, exact)])
+
+
+def _round(tensor: Any, to: product.Format) -> tuple[Any, Any, Any]:
+    """Returns a tensor in float8, still scaled, and the shares it loses."""
+    near, _ = product.rounded(ops.cast(tensor, "bfloat16"), to)
+    near = ops.cast(near, "float32")
+    nonzero, fine = tensor != 0, ops.isfinite(tensor)
+    flushed = ops.sum(ops.cast(nonzero & (near == 0), "float32"))
+    count = ops.maximum(ops.sum(ops.cast(nonzero, "float32")), 1.0)
+    left = ops.mean(ops.cast(fine & ~ops.isfinite(near), "float32"))
+    return near, flushed / count, left
+
+
+def _cosines(near: Any, exact: Any) -> Any:
+    """Returns the mean of the rows' cosines; 1 where both are zero."""
+    # Squares of 1e30 would overflow float32, so the largest value is the unit.
+    near, exact = (
+        matrix / ops.maximum(ops.max(ops.abs(matrix), -1, keepdims=True), 1e-37)
+        for matrix in (near, exact)
+    )
+    size = ops.sum(near * near, -1) * ops.sum(exact * exact, -1)
+    both = ops.sum(near * exact, -1) / ops.sqrt(ops.maximum(size, 1e-30))
+    empty = ops.max(ops.abs(exact), -1) == 0
+    return ops.mean(ops.where(empty, ops.ones_like(both), both))

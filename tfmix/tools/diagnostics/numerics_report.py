@@ -1,0 +1,349 @@
+"""The result of `check`: a table, a page, and a policy that fixes the model."""
+
+import base64
+import dataclasses
+import io
+import json
+import math
+import os
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from tfmix import _formats, _messages, _progress, _tables
+from tfmix.policy import names
+from tfmix.policy import policy as policies
+from tfmix.tools.diagnostics import float8_products, probe, verdicts
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NumericsReport(_tables.Printed):
+    """The result of `tfmix.check`; prints as a table.
+
+    Attributes:
+        rows: One `LayerVerdict` per layer and phase, the most severe first.
+        policy: The `tfmix.Policy` that was checked.
+        model_name: The name of the model.
+        loss_scale: The optimizer's loss scale at which gradients were judged,
+            the first one if they fit there. `model.optimizer.loss_scale =
+            report.loss_scale` makes `fit` begin at it.
+        again: Function that checks the same batch under another policy.
+        targets: The watched layers by name.
+        sixteen_bit_layers: How many layers computed in 16 bit.
+        float8: One `Float8Product` for each float8 product of a layer, the
+            worst first; empty without float8 layers or without `y`.
+        notes: Sentences on faults of the model as a whole, on layers that
+            fell back to float32, and on parts that were not checked.
+        verbose: Whether it prints every row.
+    """
+
+    rows: tuple[verdicts.LayerVerdict, ...]
+    policy: policies.Policy
+    model_name: str
+    again: Callable[[policies.Policy], "NumericsReport"] = dataclasses.field(
+        repr=False
+    )
+    targets: Mapping[str, probe.Target] = dataclasses.field(repr=False)
+    sixteen_bit_layers: int
+    loss_scale: float
+    notes: tuple[str, ...]
+    float8: tuple[float8_products.Float8Product, ...] = ()
+    verbose: bool = False
+
+    @property
+    def healthy(self) -> bool:
+        """True if every row and every float8 product is fine."""
+        return not self.faults and all(
+            product.is_fine for product in self.float8
+        )
+
+    @property
+    def faults(self) -> tuple[verdicts.LayerVerdict, ...]:
+        """The rows that are not fine, the most severe first."""
+        return tuple(row for row in self.rows if row.verdict != verdicts.OK)
+
+    @property
+    def forward_only(self) -> bool:
+        """True if no gradients were checked, because there were no targets."""
+        return all(row.phase != verdicts.BACKWARD for row in self.rows)
+
+    @property
+    def title(self) -> str:
+        """One line: the policy, and whether the model is healthy."""
+        data = [row.layer for row in self.faults if not row.dtype]
+        count = len({row.layer for row in self.faults}) - len(data)
+        state = f"{count} layer{'s' * (count != 1)} at fault"
+        if data:
+            # Rows about `x` or `y` do not count as layers.
+            bad = f"{' and '.join(data)} not finite"
+            state = f"{bad}, {state}" if count else bad
+        if self.healthy:
+            nothing = "no layer computes in 16 bit"
+            state = "healthy" if self.sixteen_bit_layers else nothing
+        elif not self.faults:
+            state = "healthy except in float8"
+        if self.forward_only:
+            state += ", forward pass only"
+        return f"{_name(self.policy)} against float32: {state}"
+
+    def suggested_policy(self, *, progress: bool = True) -> policies.Policy:
+        """Moves faulty layers to float32 until the model is healthy.
+
+        Each policy is checked on the same batch, so the search takes as long
+        as a few checks. A warning is logged if no layer is left in 16 bit.
+
+        Args:
+            progress: Boolean, whether to show the search. Defaults to `True`.
+
+        Returns:
+            A `tfmix.Policy`: the checked one if it is healthy, otherwise one
+            with fewer `float8_layers` or more `float32_layers`.
+
+        Raises:
+            ValueError: If the model is not finite in float32 either.
+        """
+        report = self
+        if not all(product.is_fine for product in self.float8):
+            # Each product was judged by itself, so the other layers keep
+            # float8.
+            report = self.again(_without_faulty_float8(self))
+        if report.healthy:
+            return report.policy
+        if broken := [row.layer for row in report.faults if row.broken]:
+            raise ValueError(
+                "No dtype policy can fix this model: it is not finite in "
+                f"float32 either, first at {broken[0]!r}. Look for NaN or "
+                "infinity in the data and the weights."
+            )
+        searching = "Searching float32 layers"
+        with _progress.shown(searching, hidden=not progress) as say:
+            needed, found = _search(
+                report, lambda: say(f"{searching}: trying more")
+            )
+        if found is not None and not found.sixteen_bit_layers:
+            is_float16 = report.policy.compute_dtype == "float16"
+            _messages.warn(
+                "nothing is left in 16 bit under the suggested policy; use %r.",
+                "mixed_bfloat16" if is_float16 else "float32",
+            )
+        return _with_float32(report.policy, needed)
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
+        """Draws the headroom of each layer."""
+        from tfmix.tools.diagnostics import plotting
+
+        return plotting.headroom(self, path)
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes one HTML file with the tables and the figure to `path`."""
+        try:
+            written = io.BytesIO()
+            self.plot().savefig(written, format="png", dpi=110)
+            data = base64.b64encode(written.getvalue()).decode()
+            picture = f"data:image/png;base64,{data}"
+        except ImportError:
+            # Without matplotlib the page has no picture. The table holds the
+            # same numbers.
+            picture = ""
+        # The worst rows and the advice come first, then all rows.
+        rows, *float8 = dataclasses.replace(self, verbose=True).tables()
+        worst = dataclasses.replace(
+            self.tables()[0], notes=self.notes, code=rows.code
+        )
+        rows = dataclasses.replace(rows, title="All rows", notes=(), code=())
+        tables = [worst, *float8, rows]
+        _tables.write_page(path, self.model_name, tables, picture)
+
+    def to_json(self) -> str:
+        """Returns the report as JSON; infinities and NaN become null."""
+        return json.dumps(
+            {
+                "healthy": self.healthy,
+                "forward_only": self.forward_only,
+                "policy": _name(self.policy),
+                "loss_scale": self.loss_scale,
+                "notes": list(self.notes),
+                "rows": [_plain(row) for row in self.rows],
+                "float8": [_plain(product) for product in self.float8],
+            },
+            indent=2,
+        )
+
+    def tables(self) -> list[_tables.Table]:
+        """Returns the tables to print: the faults, and the least headroom.
+
+        `rows`, `to_html` and a `verbose` report have all rows.
+        """
+        fine = [row for row in self.rows if row.verdict == verdicts.OK]
+        # Headroom in the 16-bit format does not matter for float32 layers.
+        near = [row for row in fine if row.dtype in _formats.SIXTEEN_BIT]
+        fine = near or fine
+        fine.sort(key=lambda row: row.headroom_bits)
+        kept = (*self.faults[:_FAULTS_SHOWN], *fine[:_FINE_SHOWN])
+        identities = set(map(id, self.rows if self.verbose else kept))
+        shown = [row for row in self.rows if id(row) in identities]
+        notes = list(self.notes)
+        if left_out := self._left_out(len(self.rows) - len(shown), shown):
+            notes.append(left_out)
+        title = self.title
+        if not self.forward_only:
+            title += f" (loss scale {self.loss_scale:g})"
+        row_verdicts = [row.verdict for row in shown]
+        cells = list(map(_cells, shown))
+        code = _code(shown if self.verbose else shown[:_ADVICE_SHOWN])
+        tables = [
+            _tables.Table(_HEADS, cells, title, notes, code, row_verdicts)
+        ]
+        return [*tables, self._float8_table()] if self.float8 else tables
+
+    def _float8_table(self) -> _tables.Table:
+        """Returns the worst float8 products, and the code that fixes them."""
+        shown = self.float8 if self.verbose else self.float8[:_FAULTS_SHOWN]
+        table = float8_products.table(shown)
+        notes = [f"{len(self.float8) - len(shown)} more: `report.float8`."]
+        code: list[str] = []
+        if not all(product.is_fine for product in self.float8):
+            items = _fine_in_float8(self)
+            code = ["# What to write: faulty layers go back to bfloat16"]
+            code.append(
+                f"tfmix.Policy({names.FLOAT8!r}, float8_layers={items})"
+                if items
+                else 'tfmix.Policy("mixed_bfloat16")'
+            )
+        notes = notes if len(shown) < len(self.float8) else []
+        return dataclasses.replace(table, notes=notes, code=code)
+
+    def _left_out(
+        self, count: int, shown: Sequence[verdicts.LayerVerdict]
+    ) -> str:
+        """Returns a note on the rows that are not shown, "" if all are."""
+        if not count:
+            return ""
+        seen = sum(row.verdict != verdicts.OK for row in shown)
+        faulty = len(self.faults) - seen
+        more = f"{faulty} more at fault and {count - faulty} more"
+        more = f"{more if faulty else f'{count} more rows'} ok: "
+        note = f"{more}`report.rows` has all, and in a shell `--verbose`."
+        if faulty:
+            note += " `report.suggested_policy()` says which to change."
+        return note
+
+
+def _name(policy: policies.Policy) -> str:
+    return names.FLOAT8 if policy.is_float8 else policy.name
+
+
+_HEADS = ("layer", "dtype", "phase", "verdict", "error", "headroom")
+# So many rows and lines of code fit on one screen.
+_FAULTS_SHOWN, _FINE_SHOWN, _ADVICE_SHOWN = 8, 5, 5
+
+
+def _cells(row: verdicts.LayerVerdict) -> tuple[str, ...]:
+    bits = row.headroom_bits
+    headroom = f"{bits:+.0f} bits" if math.isfinite(bits) else ""
+    fields = row.layer, row.dtype, row.phase, row.verdict
+    return (*fields, _error(row), headroom)
+
+
+def _error(row: verdicts.LayerVerdict) -> str:
+    """Returns the error and its bound, "" for rows about data or NaN."""
+    is_fine = row.relative_error <= row.bound
+    is_overflow = row.verdict == verdicts.OVERFLOW
+    if not math.isfinite(row.relative_error) or (is_overflow and is_fine):
+        return ""
+    return f"{row.relative_error:.2g} of {row.bound:g}"
+
+
+def _code(rows: Iterable[verdicts.LayerVerdict]) -> list[str]:
+    """Returns the lines of code to write, each below its reason."""
+    reasons: dict[str, str] = {}
+    for row in rows:
+        # A fault that float32 has as well comes with a comment, but no code.
+        code, _, why = f" {row.advice}".partition(" # ")
+        code = code.strip()
+        if row.verdict != verdicts.OK:
+            reason = f"{row.layer}, {row.phase}, {row.verdict}: {why}"
+            reasons.setdefault(code, reason)
+    head = "What to write:" if any(reasons) else "What is at fault:"
+    lines = [head] if reasons else []
+    for code, reason in reasons.items():
+        # Every other line is a comment, so that you can paste all of it.
+        lines += [f"# {line}" for line in textwrap.wrap(reason, 76)]
+        lines += [code] * bool(code)
+    return lines
+
+
+def _plain(
+    row: verdicts.LayerVerdict | float8_products.Float8Product,
+) -> dict[str, Any]:
+    values = dataclasses.asdict(row)
+    for key, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            values[key] = None
+    return values
+
+
+def _search(
+    report: NumericsReport, step: Callable[[], None]
+) -> tuple[list[str], NumericsReport | None]:
+    """Moves faulty layers to float32 until the model is healthy.
+
+    It returns their names, and the last report: `None` if the model fails to
+    run.
+    """
+
+    def check() -> NumericsReport | None:
+        try:
+            return report.again(_with_float32(report.policy, moved))
+        except Exception:
+            # A custom layer may add 16-bit inputs to the output of an inner
+            # float32 layer. Each backend raises another error for that.
+            return None
+
+    moved: dict[str, None] = {}
+    # The first report may be about the model without the policy.
+    current = check()
+    while current is None or not current.healthy:
+        step()
+        before = len(moved)
+        for row in current.faults if current else ():
+            moved.update(dict.fromkeys(_layers_of(report, row)))
+        if len(moved) == before:
+            # No faulty layer is left to add, so all layers are added.
+            moved.update(dict.fromkeys(report.targets))
+        if len(moved) == before:
+            break
+        current = check()
+    return list(moved), current
+
+
+def _layers_of(report: NumericsReport, row: verdicts.LayerVerdict) -> list[str]:
+    """Returns a row's layer and its inner layers, which compute its tensors."""
+    if row.layer == verdicts.LOSS:
+        return list(report.targets)[-1:]
+    targets = report.targets.values()
+    inner = [target.name for target in targets if row.layer in target.inside]
+    return [row.layer, *inner]
+
+
+def _with_float32(
+    policy: policies.Policy, names: Iterable[str]
+) -> policies.Policy:
+    """Returns a policy with more layers in float32."""
+    before = policy.float32_layers
+    added = [x for x in map(re.escape, names) if x not in before]
+    return policies.changed(policy, float32_layers=[*before, *added])
+
+
+def _without_faulty_float8(report: NumericsReport) -> policies.Policy:
+    kept = _fine_in_float8(report)
+    name = names.FLOAT8 if kept else "mixed_bfloat16"
+    return policies.changed(report.policy, name, float8_layers=kept or None)
+
+
+def _fine_in_float8(report: NumericsReport) -> list[str]:
+    """Returns patterns for the layers whose products are all fine."""
+    paths = {product.layer for product in report.float8}
+    faulty = {product.layer for product in report.float8 if not product.is_fine}
+    return [re.escape(path) for path in sorted(paths - faulty)]

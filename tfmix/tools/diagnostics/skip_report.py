@@ -1,0 +1,358 @@
+"""Reports skipped steps."""
+
+import collections
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import keras
+
+from tfmix._keras import context_values, replacing, training
+from tfmix._keras import variables as keras_variables
+from tfmix.autocast import bare_optimizers
+from tfmix.tools.diagnostics import progress_bar, skip_causes
+
+_DATA = ("x", "y", "sample_weight")
+_IDLE = "nothing is learnt; a LossScaleMonitor would stop the run"
+
+
+class Counted(NamedTuple):
+    """What an optimizer has counted until now.
+
+    Attributes:
+        applied: The number of applied steps.
+        skipped: The number of skipped steps.
+        of_data: Those of which the data or the loss was not finite; `None` if
+            the optimizer does not know.
+        overflows: For each variable, by its path, the skipped steps in which
+            its gradient was not finite.
+        scale: The loss scale.
+        good_steps: The steps since the scale has changed.
+    """
+
+    applied: int = 0
+    skipped: int = 0
+    of_data: int | None = None
+    overflows: Mapping[str, int] = {}
+    scale: float = 1.0
+    good_steps: int = 0
+
+
+def steps(optimizer: bare_optimizers.Skipper) -> tuple[int, int]:
+    """Returns the numbers of applied and skipped steps."""
+    applied = keras_variables.host_value(optimizer.applies)
+    return int(applied), optimizer.skipped_steps
+
+
+def _counted(optimizer: bare_optimizers.Skipper) -> Counted:
+    good_steps = getattr(optimizer, "step_counter", 0)
+    return Counted(
+        *steps(optimizer),
+        optimizer.data_skips,
+        optimizer.overflow_counts,
+        optimizer.loss_scale,
+        int(keras_variables.host_value(good_steps)),
+    )
+
+
+# The counts of each optimizer of a model.
+Counts: TypeAlias = Mapping[bare_optimizers.Skipper, Counted]
+
+
+class SkipWatch(keras.callbacks.Callback):
+    """Reads an optimizer's counts of steps once an epoch, on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # The arguments of `fit`, by their names.
+        self.data: Mapping[str, Any] = {}
+        self.batch_size: int | None = None
+        # Keras appends to it from a pool of threads, not always in order.
+        self._batches: collections.deque[int] = collections.deque(maxlen=1024)
+        # Whether another watch, which the user gave to `fit`, reports.
+        self._stands_back = False
+        # The `History` of the run whose callbacks this watch has joined.
+        self._joined: Any = None
+        self._leaving = contextlib.ExitStack()
+        self._reset()
+
+    def _reset(self) -> None:
+        # The counts at the ends of the last two epochs, and the lowest scale
+        # until then.
+        self._before: Counts = {}
+        self._now: Counts | None = None
+        self._lowest: dict[Any, float] = {}
+        # The last epoch with skipped steps.
+        self._last = skip_causes.Skips()
+        self._has_reported = False
+        self._bad_data: skip_causes.BadData | None = None
+        # What was reported last, and its first epoch with the counts before.
+        self._cause, self._first, self._from = "", 0, (0, 0)
+        self._epoch, self._silent_until, self._untold = 0, 0, False
+
+    def read(self, args: tuple, kwargs: dict) -> None:
+        """Notes the data among the arguments of a `fit`."""
+        of_call = functools.partial(
+            replacing.argument, training.ORDERS["fit"], args, kwargs
+        )
+        self.data = {name: of_call(name) for name in _DATA}
+        self.batch_size = of_call("batch_size")
+
+    def join(self, model: keras.Model) -> None:
+        """Joins the callbacks of the `fit` that has just begun."""
+        if self._joined is not getattr(model, "history", None):
+            self._joined = model.history
+            training.join_fit(self._leaving, model, self)
+
+    def leave(self) -> None:
+        """Leaves the callbacks."""
+        self._leaving.close()
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Forgets an earlier run."""
+        self._reset()
+        around = context_values.block.get().fit
+        if around is not None and around is not self:
+            around._stands_back = True
+            self.data, self.batch_size = around.data, around.batch_size
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Reads the counts before the first epoch."""
+        if self._now is None:
+            # Other callbacks may restore a run in `on_train_begin`.
+            self._now = self._count()
+        self._before, self._has_reported = self._now, False
+        self._batches.clear()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Notes the number of the batch, which counts steps."""
+        self._batches.append(batch)
+
+    def _steps(self) -> int:
+        """Returns the number of steps that the epoch has made."""
+        return max(self._batches, default=-1) + 1
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Reports how many steps were skipped, and the likeliest cause."""
+        if self._stands_back:
+            return
+        self._count_rest()
+        self._now = self._count()
+        skips = self._skips(self._now)
+        if skips.skipped:
+            self._last = skips
+            loss = _loss(logs or {})
+            self.on_skips(epoch + 1, skips.applied, skips.skipped, loss)
+        for optimizer, count in self._now.items():
+            lowest = self._lowest.get(optimizer, math.inf)
+            self._lowest[optimizer] = min(lowest, count.scale)
+        self._epoch = epoch + 1
+
+    def _count_rest(self) -> None:
+        """Counts the skipped steps of an optimizer that does not (JAX)."""
+        rest = bare_optimizers.uncounted(self.model)
+        whole = (self.params or {}).get("steps")
+        # The last of several steps of one execution may not have been there.
+        if rest and (whole or self.model.steps_per_execution == 1):
+            before = self._before.get(rest, Counted()).applied
+            made = self._steps()
+            rest.count_rest(min(made, whole or made), steps(rest)[0] - before)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Reports what was no news after its epoch."""
+        if self._untold:
+            self._say_again(self._epoch, _sums(self._now or {}))
+        self.leave()
+
+    def on_skips(
+        self, epoch: int, applied: int, skipped: int, loss: float
+    ) -> None:
+        """Reports the skipped steps of an epoch, unless its scale has grown."""
+        if not self._has_reported and self._last.are_news:
+            self._has_reported = True
+            self._report(epoch, self.cause(loss))
+
+    def _count(self) -> Counts:
+        # Reading `self.model` updates the variables on JAX.
+        every = bare_optimizers.skippers(self.model)
+        return {optimizer: _counted(optimizer) for optimizer in every}
+
+    def _optimizers(self) -> list[bare_optimizers.Skipper]:
+        """Lists the optimizers that skip steps; a model may have several."""
+        every = bare_optimizers.skippers(self.model)
+        # A model with its own optimizers may never use that of `compile`.
+        stepped = [x for x in every if any(steps(x))]
+        return stepped or every
+
+    def _skips(self, now: Counts) -> skip_causes.Skips:
+        """Returns the steps since the end of the last epoch."""
+        return _total(
+            _skips_of(
+                optimizer.rule,
+                # Optimizers that the model holds exist from their first step
+                # on.
+                self._before.get(optimizer, Counted(scale=count.scale)),
+                count,
+                self._lowest.get(optimizer, math.inf),
+            )
+            for optimizer, count in now.items()
+        )
+
+    def _report(self, epoch: int, cause: skip_causes.Cause) -> None:
+        before, now = _sums(self._before), _sums(self._now or {})
+        if cause.kind == self._cause:
+            self._untold = epoch < self._silent_until
+            if not self._untold:
+                # A cause that stays is reported again after 2, 4, 8 epochs.
+                self._silent_until = epoch + (epoch - self._first) + 2
+                self._say_again(epoch, now)
+            return
+        if self._untold:
+            self._say_again(epoch - 1, before)
+        self._cause, self._first, self._from = cause.kind, epoch, before
+        self._silent_until, self._untold = epoch + 2, False
+        applied, skipped = now[0] - before[0], now[1] - before[1]
+        progress_bar.warn(
+            self,
+            "%d of %d steps of epoch %d %s skipped: %s",
+            skipped,
+            applied + skipped,
+            epoch,
+            "was" if skipped == 1 else "were",
+            cause.text,
+        )
+
+    def _say_again(self, epoch: int, now: tuple[int, int]) -> None:
+        applied, skipped = now[0] - self._from[0], now[1] - self._from[1]
+        progress_bar.warn(
+            self,
+            "%d of %d steps of epochs %d to %d were skipped, as before%s",
+            skipped,
+            applied + skipped,
+            self._first,
+            epoch,
+            "" if applied else f": {_IDLE}",
+        )
+
+    def cause(self, loss: float = math.nan) -> skip_causes.Cause:
+        """Measures why steps of an epoch are skipped.
+
+        Args:
+            loss: The loss in the epoch's logs; NaN if unknown.
+        """
+        skips = self._skips(self._count())
+        if not skips.skipped:
+            skips = self._last
+        if self._bad_data is None:
+            self.data = skip_causes.arrays(self.data)
+            self._bad_data = skip_causes.bad_data(self.data)
+        return skip_causes.of_skips(
+            self.model, self.data, self._bad_data, self.batch_size, loss, skips
+        )
+
+
+def _sums(counts: Counts) -> tuple[int, int]:
+    """Returns the applied and the skipped steps of all optimizers."""
+    found = counts.values()
+    return sum(x.applied for x in found), sum(x.skipped for x in found)
+
+
+def _total(every: Iterable[skip_causes.Skips]) -> skip_causes.Skips:
+    """Returns the steps of several optimizers together."""
+    every = [skips for skips in every if skips.applied or skips.skipped]
+    of_data = [skips.of_data for skips in every if skips.skipped]
+    return skip_causes.Skips(
+        sum(skips.applied for skips in every),
+        sum(skips.skipped for skips in every),
+        None if None in of_data else sum(x or 0 for x in of_data),
+        sum(skips.unexplained for skips in every),
+        dict(pair for skips in every for pair in skips.overflows.items()),
+        next((skips.fall for skips in every if skips.fall), None),
+        all(skips.begin_last for skips in every if skips.skipped),
+    )
+
+
+def _skips_of(
+    rule: Any, before: Counted, now: Counted, lowest: float
+) -> skip_causes.Skips:
+    """Returns the steps of one optimizer between two moments."""
+    applied, skipped = (
+        now.applied - before.applied,
+        now.skipped - before.skipped,
+    )
+    of_data = now.of_data
+    if of_data is not None:
+        of_data -= before.of_data or 0
+    overflowed = skipped - (of_data or 0)
+    # Each growth of the scale is a trial that may cost a step, in this epoch or
+    # a later one. Rules of the user's own need not have these settings.
+    trials = (before.good_steps + applied) // getattr(
+        rule, "growth_steps", math.inf
+    )
+    factor = getattr(rule, "backoff_factor", 0.5)
+    lowest = min(lowest, before.scale)
+    trials += round(math.log(lowest / before.scale, factor))
+    unexplained = overflowed - trials * getattr(rule, "hysteresis", 1)
+    falls = rule.lowest_scale < now.scale < before.scale
+    overflows = {
+        path: count - before.overflows.get(path, 0)
+        for path, count in now.overflows.items()
+    }
+    *_, last = overflows.values() or [0]
+    return skip_causes.Skips(
+        applied,
+        skipped,
+        of_data,
+        max(int(unexplained), 0),
+        overflows,
+        (before.scale, now.scale) if falls else None,
+        begin_last=last == skipped and not falls,
+    )
+
+
+def _loss(logs: Mapping[str, Any]) -> float:
+    """Returns an epoch's loss; the largest if there are several (a GAN)."""
+    losses = {
+        name: float(value)
+        for name, value in logs.items()
+        if name.endswith("loss") and not name.startswith("val_")
+    }
+    return losses.get("loss", max(losses.values(), key=abs, default=math.nan))
+
+
+class Reporter:
+    """Lets a watch join each `fit` of a model.
+
+    Args:
+        make_watch: Returns a new watch.
+    """
+
+    def __init__(self, make_watch: Callable[[], SkipWatch]) -> None:
+        self._make_watch = make_watch
+
+    def fit(
+        self, model: keras.Model, fit: Callable, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Calls a model's `fit` with a watch around."""
+        watch = self._make_watch()
+        watch.read(args, kwargs)
+        try:
+            with context_values.holding(fit=watch):
+                return fit(*args, **kwargs)
+        finally:
+            watch.leave()
+
+    def begin(self, model: keras.Model) -> None:
+        """Lets the watch join the callbacks, which exist by now.
+
+        Code of the user's may also call the `fit` of the model's class.
+        """
+        watch = context_values.block.get().fit
+        history = getattr(model, "history", None)
+        # That of an earlier run, which a single step would find, has entries.
+        if watch is None and getattr(history, "history", None) == {}:
+            watch = self._make_watch()
+        if watch is not None:
+            watch.join(model)

@@ -1,0 +1,1 @@
+"""Devices and their abilities, and the cost of a training step on them."""
