@@ -255,7 +255,8 @@ def _out_of(*given: Any, **_: Any) -> list:
     # Each equation takes time to trace and to compile, so gradients of one
     # shape share these arrays.
     spread = functools.cache(functools.partial(_spread, down))
-    lost = functools.cache(functools.partial(_spread, power.lost(down)))
+    # This is infinity, unless `down` is NaN. It stays inside a program.
+    lost = functools.cache(functools.partial(_spread, down + jnp.inf))
     return [*(_unscaled(spread, lost, x) for x in arrays), token]
 
 
@@ -265,12 +266,35 @@ def _down(token: Any, place: Any) -> Any:
     return jnp.where(token < 0, 1 / (_UP_OF_SECOND * place), of_first)
 
 
-def _run(*given: Any, enters: bool, depth: int, **how: Any) -> list:
+def _run(
+    *given: Any, enters: bool, depth: int, shared: Any, **how: Any
+) -> list:
+    del shared
     function: Callable = functools.partial(_into if enters else _out_of, **how)
     for _ in range(depth):
         function = jax.vmap(function)
     result: list = function(*given)
     return result
+
+
+# One program is quicker than many operations in eager mode, too.
+_compiled = jax.jit(
+    _run,
+    static_argnames=(
+        "enters",
+        "depth",
+        "shared",
+        "fresh",
+        "backwards",
+        "counts",
+    ),
+)
+
+
+def _run_eagerly(*given: Any, shared: Any, **how: Any) -> list:
+    del shared
+    results: list = _compiled(*given, shared=None, **how)
+    return results
 
 
 def _pushed(
@@ -392,7 +416,7 @@ def _batched(
 
 _gate = jax.extend.core.Primitive("tfmix_gate")
 _gate.multiple_results = True
-_gate.def_impl(_run)
+_gate.def_impl(_run_eagerly)
 _gate.def_abstract_eval(lambda *given, **_: list(given[:-2]))
 mlir.register_lowering(_gate, mlir.lower_fun(_run, multiple_results=True))
 ad.primitive_jvps[_gate] = _pushed
@@ -405,16 +429,11 @@ def _is_float(value: Any) -> bool:
 
 
 def _unscaled(down: Callable, lost: Callable, array: Any) -> Any:
-    """Divides a gradient; numbers that are not finite become infinite."""
+    """Divides a gradient; numbers that are not finite become `lost`."""
     is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
-    is_finite = (jnp.isfinite if is_complex else lax.is_finite)(array)
-    dtype = jnp.promote_types(array.dtype, "float32")
-    wide = lax.convert_element_type(array, dtype)
-    largest = lax.full_like(wide, jnp.finfo(dtype).max)
-    finite = lax.select(is_finite, wide, largest)
-    shape = array.shape
-    factor = lax.select(is_finite, down(shape, dtype), lost(shape, dtype))
-    return lax.convert_element_type(lax.mul(finite, factor), array.dtype)
+    is_finite = jnp.isfinite if is_complex else lax.is_finite
+    overflow = lost(array.shape, array.dtype)
+    return lax.select(is_finite(array), _times(down, array), overflow)
 
 
 def _times(factor: Callable, array: Any) -> Any:

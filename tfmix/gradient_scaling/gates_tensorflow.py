@@ -15,15 +15,21 @@ pass two such gates, too.
 import contextlib
 import functools
 import itertools
+import math
+import types
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfmix._keras import context_values, kernels, tapes, tracing
 from tfmix.gradient_scaling import power
 from tfmix.ops import tensorflow_products
 from tfmix.step import gradients as unscaled_gradients
+
+# The product of this and a dtype's largest number overflows.
+_LARGE = 2.0**64
 
 
 def is_reached(tensor: Any, others: Sequence) -> bool:
@@ -204,11 +210,10 @@ class _Between:
         says_why = [False] * (len(values) - len(of_variables))
         says_why += unscaled_gradients.become_infinite(of_variables)
         with _as_written():
-            lost = functools.cache(functools.partial(_lost, by.down))
-            for n, value, says in zip(kept, values, says_why, strict=True):
-                if n not in self._as_values:
-                    true = _unscaled(by.down, value, lost if says else None)
-                    inside[n] = _as_before(inside[n], true)
+            true = _all_unscaled(by.down, values, says_why)
+        for n, value in zip(kept, true, strict=True):
+            if n not in self._as_values:
+                inside[n] = _as_before(inside[n], value)
         return inside
 
     def _inside(self, is_asked: Sequence, scaled: Sequence) -> list:
@@ -246,33 +251,81 @@ def _as_written() -> contextlib.AbstractContextManager[None]:
     return context_values.holding(rules=context_values.NO_RULES)
 
 
-def _unscaled(down: Any, gradient: Any, lost: Callable | None) -> Any:
-    """Divides a gradient.
+def _all_unscaled(down: Any, values: Sequence, says_why: Sequence) -> list:
+    """Divides gradients.
 
     Args:
         down: The factor; NaN if an incoming gradient was not finite.
-        gradient: The gradient.
-        lost: Takes a dtype; returns two numbers whose product shows an overflow
-            inside. `None` if it need not be shown.
+        values: The gradients.
+        says_why: Whether each shows an overflow inside by infinity.
     """
-    tensor, factor = tensorflow_products.parts(gradient)
-    down = down if factor is None else down * factor
+    lost = functools.cache(functools.partial(_lost, down))
+    parts = [*map(tensorflow_products.parts, values)]
+    # A kernel for a few numbers takes as long as one for all of them.
+    together = [
+        n
+        for n, (value, says) in enumerate(zip(values, says_why, strict=True))
+        if says
+        and tracing.by_gpu_kernels()
+        and unscaled_gradients.is_small(value)
+        and value.dtype == tf.float32
+        and isinstance(parts[n][1], float | types.NoneType)
+    ]
+    if len(together) < 2:
+        together = []
+    true = [
+        None
+        if n in together
+        else _unscaled(
+            down if by is None else down * by, x, lost if says else None
+        )
+        for n, ((x, by), says) in enumerate(zip(parts, says_why, strict=True))
+    ]
+    if together:
+        sizes = [values[n].shape.num_elements() for n in together]
+        flat = tf.concat([tf.reshape(parts[n][0], [-1]) for n in together], 0)
+        factors = [parts[n][1] or 1.0 for n in together]
+        downs = down * np.repeat(np.array(factors, "float32"), sizes)
+        whole = _unscaled(downs if set(factors) != {1.0} else down, flat, lost)
+        for n, part in zip(together, tf.split(whole, sizes), strict=True):
+            true[n] = tf.reshape(part, values[n].shape)
+    return true
+
+
+def _unscaled(down: Any, tensor: Any, lost: Callable | None) -> Any:
+    """Divides a gradient.
+
+    Args:
+        down: The factor: a number for all, or one for each.
+        tensor: The gradient.
+        lost: Takes a dtype; returns what stands for numbers that are not
+            finite, and its factor. `None` if they need not be shown.
+    """
     if lost is None:
         return _times(down, tensor)
     real = tf.math.real(tensor) if tensor.dtype.is_complex else tensor
     wide = kernels.cast(tensor, tf.float32) if _is_small(tensor) else tensor
-    largest, of_lost = lost(wide.dtype)
+    down = kernels.cast(down, wide.dtype)
     fine, select = tf.raw_ops.IsFinite(x=real), tf.raw_ops.SelectV2
-    result = tf.raw_ops.Mul(
-        x=select(condition=fine, t=wide, e=largest),
-        y=select(condition=fine, t=kernels.cast(down, wide.dtype), e=of_lost),
-    )
+    largest, by = lost(wide.dtype)
+    if by is None:
+        product = tf.raw_ops.Mul(x=wide, y=down)
+        result = select(condition=fine, t=product, e=largest)
+    else:
+        finite = select(condition=fine, t=wide, e=largest)
+        factor = select(condition=fine, t=down, e=by)
+        result = tf.raw_ops.Mul(x=finite, y=factor)
     return kernels.cast(result, tensor.dtype)
 
 
 def _lost(down: Any, dtype: tf.DType) -> tuple[Any, Any]:
-    largest = tf.constant(dtype.real_dtype.max, dtype)
-    return largest, kernels.cast(power.lost(down), dtype)
+    """Returns two numbers whose product is infinity, or NaN as `down` is."""
+    if tracing.by_xla():
+        # XLA joins one selection with other kernels. Nothing that looks for
+        # infinities looks into its program.
+        return kernels.cast(tf.raw_ops.AddV2(x=down, y=math.inf), dtype), None
+    large = tf.raw_ops.Sub(x=down, y=down) + _LARGE
+    return tf.constant(dtype.real_dtype.max, dtype), kernels.cast(large, dtype)
 
 
 def _times(factor: Any, tensor: Any) -> Any:

@@ -26,7 +26,6 @@ _BIAS, _MANTISSA = 127, 23
 # reaches its layer, and a kernel gets that sum times its inputs. Float16 ends
 # at 2^16, so either may still grow by 2^4.
 _LARGEST_SUM = 2.0**12
-_LOST = 2.0**64
 
 
 class Power(NamedTuple):
@@ -82,11 +81,3 @@ def of(gradients: Sequence, losses: Sequence, factor: Any) -> Power:
     # once, but repeats a selection in each kernel.
     bad = ops.subtract(total, total)
     return Power(up, ops.divide(1.0, ops.add(up, bad)))
-
-
-def lost(down: Any) -> Any:
-    """Returns what multiplies the largest number where one has overflowed.
-
-    The product is infinity, but NaN if `down` is NaN.
-    """
-    return ops.add(ops.subtract(down, down), _LOST)
