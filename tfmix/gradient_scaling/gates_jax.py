@@ -14,6 +14,8 @@ that it is one.
 
 import contextlib
 import functools
+import itertools
+import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -233,13 +235,9 @@ def _into(*given: Any, fresh: bool, counts: tuple, **_: Any) -> list:
     *arrays, token, kept, place = given
     up, sent = _UP_OF_SECOND * place, _SECOND
     if fresh and arrays:
-        of_losses = [
-            x for x, is_in in zip(arrays, counts, strict=True) if not is_in
-        ]
-        of_results = [
-            x for x, is_in in zip(arrays, counts, strict=True) if is_in
-        ]
-        up, sent = power.of(of_results, of_losses, place)
+        of_results = [*itertools.compress(arrays, counts)]
+        of_losses = itertools.compress(arrays, map(operator.not_, counts))
+        up, sent = power.of(of_results, [*of_losses], place)
     known = token + kept
     up = jnp.where(known == 0, up, 1 / _down(known, place))
     sent = jnp.where(known == 0, sent, jnp.where(known < 0, _SECOND, known))
