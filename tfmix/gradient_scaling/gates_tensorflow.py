@@ -204,11 +204,12 @@ class _Between:
         says_why = [False] * (len(values) - len(of_variables))
         says_why += unscaled_gradients.become_infinite(of_variables)
         with _as_written():
-            lost = functools.cache(functools.partial(_lost, by.down))
+            leaving = _Leaving(by.down)
             for n, value, says in zip(kept, values, says_why, strict=True):
                 if n not in self._as_values:
-                    true = _unscaled(by.down, value, lost if says else None)
-                    inside[n] = _as_before(inside[n], true)
+                    leaving.add(n, value, says)
+            for n, true in leaving.unscaled():
+                inside[n] = _as_before(inside[n], true)
         return inside
 
     def _inside(self, is_asked: Sequence, scaled: Sequence) -> list:
@@ -246,33 +247,66 @@ def _as_written() -> contextlib.AbstractContextManager[None]:
     return context_values.holding(rules=context_values.NO_RULES)
 
 
-def _unscaled(down: Any, gradient: Any, lost: Callable | None) -> Any:
-    """Divides a gradient.
+class _Leaving:
+    """The gradients that leave by a gate, which divides them.
+
+    Small ones that show why they are not finite leave together where each
+    operation is a kernel.
 
     Args:
         down: The factor; NaN if an incoming gradient was not finite.
-        gradient: The gradient.
-        lost: Takes a dtype; returns two numbers whose product shows an overflow
-            inside. `None` if it need not be shown.
     """
-    tensor, factor = tensorflow_products.parts(gradient)
-    down = down if factor is None else down * factor
-    if lost is None:
-        return _times(down, tensor)
+
+    def __init__(self, down: Any) -> None:
+        self._down = down
+        self._alone: list[tuple[int, Any]] = []
+        # By the power of two that is left to multiply, and the dtype.
+        self._groups: dict[Any, list[tuple[int, Any]]] = {}
+
+    def add(self, n: int, gradient: Any, says_why: bool) -> None:
+        """Adds a gradient, with a number of the caller's."""
+        tensor, factor = tensorflow_products.parts(gradient)
+        down = self._down if factor is None else self._down * factor
+        if not says_why:
+            self._alone.append((n, _times(down, tensor)))
+        elif _may_join(tensor, factor):
+            key = factor, tensor.dtype
+            self._groups.setdefault(key, []).append((n, tensor))
+        else:
+            self._alone.append((n, _saying_why(down, tensor)))
+
+    def unscaled(self) -> list[tuple[int, Any]]:
+        """Returns the divided gradients with their numbers."""
+        found = self._alone
+        for (factor, _), group in self._groups.items():
+            down = self._down if factor is None else self._down * factor
+            numbers, tensors = zip(*group, strict=True)
+            sizes = [tensor.shape.num_elements() for tensor in tensors]
+            flat = tf.concat([tf.reshape(x, (-1,)) for x in tensors], 0)
+            parts = tf.split(_saying_why(down, flat), sizes)
+            shaped = map(tf.reshape, parts, [x.shape for x in tensors])
+            found += zip(numbers, shaped, strict=True)
+        return found
+
+
+def _may_join(tensor: Any, factor: Any) -> bool:
+    is_known = factor is None or isinstance(factor, float)
+    is_graph = tracing.in_graph_without_xla()
+    return is_known and is_graph and unscaled_gradients.is_small(tensor)
+
+
+def _saying_why(down: Any, tensor: Any) -> Any:
+    """Divides a gradient; what overflowed inside becomes infinite."""
     real = tf.math.real(tensor) if tensor.dtype.is_complex else tensor
     wide = kernels.cast(tensor, tf.float32) if _is_small(tensor) else tensor
-    largest, of_lost = lost(wide.dtype)
+    largest = tf.constant(wide.dtype.real_dtype.max, wide.dtype)
+    of_lost = kernels.cast(power.lost(down), wide.dtype)
     fine, select = tf.raw_ops.IsFinite(x=real), tf.raw_ops.SelectV2
     result = tf.raw_ops.Mul(
         x=select(condition=fine, t=wide, e=largest),
         y=select(condition=fine, t=kernels.cast(down, wide.dtype), e=of_lost),
     )
     return kernels.cast(result, tensor.dtype)
-
-
-def _lost(down: Any, dtype: tf.DType) -> tuple[Any, Any]:
-    largest = tf.constant(dtype.real_dtype.max, dtype)
-    return largest, kernels.cast(power.lost(down), dtype)
 
 
 def _times(factor: Any, tensor: Any) -> Any:
