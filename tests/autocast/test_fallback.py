@@ -672,3 +672,25 @@ def test_a_layer_that_fell_back_predicts_the_same_once_loaded(
     np.testing.assert_allclose(found, before, rtol=within, atol=within)
     # The layers return float32 from the start.
     assert not warnings_in(caplog)
+
+
+class Raises(keras.layers.Layer):
+    """Raises an error in 16 bit only."""
+
+    def __init__(self, error, **kwargs):
+        super().__init__(**kwargs)
+        self.error = error
+
+    def call(self, x):
+        if keras.backend.standardize_dtype(x.dtype) == "float16":
+            raise self.error("not because of a dtype")
+        return x
+
+
+@pytest.mark.parametrize("error", [RecursionError, MemoryError])
+def test_an_error_that_no_dtype_mends_is_raised_as_it_is(error):
+    tfmix.set_global_policy("mixed_float16")
+    layer = Raises(error)
+    with pytest.raises(error, match="not because of a dtype"):
+        layer(np.ones((2, 3), "float32"))
+    assert layer.compute_dtype == "float16"
