@@ -43,7 +43,7 @@ TENSORFLOW_ONLY = set(
     _run_functions_eagerly _serialize_to_tensors _tape _trackable_children
     _unconditional_dependency_names _unique_id _write_object_proto Function
     capture could_possibly_record pack_tangents should_record_backprop
-    xla_optimization_barrier xla_variadic_reduce_v2
+    xla_dot_v2 xla_optimization_barrier xla_variadic_reduce_v2
     """.split()
 )
 SINCE = {
@@ -161,6 +161,8 @@ FUNCTIONS = {
         "xla_call_module": "args version module Sout Tout",
         "xla_variadic_reduce_v2": "inputs init_values "
         "dimensions_to_reduce reducer",
+        "xla_dot_v2": "lhs rhs dimension_numbers precision_config "
+        "preferred_element_type",
     },
     "tensorflow.python.ops.gradients_util": {
         "_GradientsHelper": "ys xs grad_ys",

@@ -101,13 +101,14 @@ NOT_PRIVATE = {
     "_fields": "a named tuple's",
     "_replace": "a named tuple's",
     "_getframe": "Python's",
+    "_exit": "Python's",
     "_*": "part of a name that tfmix gives",
     "_float32_slots": "the same",
     "_loss_scale_*": "the same",
     "_no_decay": "the same",
 }
 # JAX has no public way to XLA's compilers, which only this file uses.
-COMPILERS = "hardware/compilers.py"
+COMPILERS = "tools/hardware/compilers.py"
 
 
 def names_outside(folder):

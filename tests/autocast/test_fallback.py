@@ -616,7 +616,7 @@ def test_code_that_fails_runs_once_more_however_deep_it_is(
     error, message, depth
 ):
     with tfmix.policy_scope("mixed_float16"):
-        layer = Raises(error)
+        layer = RaisesInHalf(error)
         for _ in range(depth):
             layer.built = True
             layer = Raises(inner=layer)
@@ -672,3 +672,25 @@ def test_a_layer_that_fell_back_predicts_the_same_once_loaded(
     np.testing.assert_allclose(found, before, rtol=within, atol=within)
     # The layers return float32 from the start.
     assert not warnings_in(caplog)
+
+
+class RaisesInHalf(keras.layers.Layer):
+    """Raises an error in 16 bit only."""
+
+    def __init__(self, error, **kwargs):
+        super().__init__(**kwargs)
+        self.error = error
+
+    def call(self, x):
+        if keras.backend.standardize_dtype(x.dtype) == "float16":
+            raise self.error("not because of a dtype")
+        return x
+
+
+@pytest.mark.parametrize("error", [RecursionError, MemoryError])
+def test_an_error_that_no_dtype_mends_is_raised_as_it_is(error):
+    tfmix.set_global_policy("mixed_float16")
+    layer = RaisesInHalf(error)
+    with pytest.raises(error, match="not because of a dtype"):
+        layer(np.ones((2, 3), "float32"))
+    assert layer.compute_dtype == "float16"

@@ -98,7 +98,7 @@ def test_a_gpu_multiplies_16_bit_factors(name, policy):
 # The gradient of the inputs, which nobody asks for, is no product.
 @pytest.mark.parametrize(
     ("name", "products", "biases", "sums", "kept"),
-    [("lstm", 5, 1, 3, 8), ("conv_lstm", 20, 4, 12, 8)],
+    [("lstm", 5, 1, 3, 10), ("conv_lstm", 20, 4, 12, 16)],
 )
 def test_a_loop_computes_each_gradient_once(name, products, biases, sums, kept):
     with tracing.compiled_for("cuda"):
@@ -108,7 +108,7 @@ def test_a_loop_computes_each_gradient_once(name, products, biases, sums, kept):
     assert of_kernels == products + biases
     # The sums over steps, and where two paths meet.
     assert tensors_of("AddN", graph) <= sums + 3
-    # The activations, and the factors of products. No weight is kept.
+    # The activations, and the factors of products, weights among them.
     assert tensors_of("TensorListPopBack", graph) == kept
 
 
@@ -123,11 +123,11 @@ def test_a_power_of_two_is_multiplied_once(rows):
         graph = gradients.get_concrete_function(signature).graph
         found = gradients(tf.ones((4, 80)))
     for output in graph.outputs:
-        # `where(is_finite, widened product * power, lost)`
-        selected = output.op.inputs[0].op
-        multiplied = selected.inputs[1].op
-        assert (selected.type, multiplied.type) == ("SelectV2", "Mul")
-        assert multiplied.inputs[0].op.type == "Cast"
+        # `where(is_finite, widened product, largest) * where(..., power, ...)`
+        multiplied = output.op.inputs[0].op
+        selected = multiplied.inputs[0].op
+        assert (multiplied.type, selected.type) == ("Mul", "SelectV2")
+        assert selected.inputs[1].op.type == "Cast"
     tfmix.set_global_policy("float32")
     variables = [weight.value for weight in model.trainable_variables]
     with tf.GradientTape() as tape:
@@ -152,8 +152,8 @@ def test_small_gradients_leave_together_and_say_why():
         stack[2].kernel.assign(tf.fill((4, 4), 6e4))
         lost = gradients(x, x)
     found = types(graph)
-    # Two more choose the power of two.
-    assert found["SelectV2"] == 1 + 2
+    # Two for all gradients, and one that chooses the power of two.
+    assert found["SelectV2"] == 2 + 1
     assert all(np.isfinite(gradient).all() for gradient in fine)
     assert all(np.isnan(gradient).all() for gradient in bad)
     assert np.isposinf(lost[0]).all()

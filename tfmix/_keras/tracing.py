@@ -11,11 +11,19 @@ import keras
 
 from tfmix._keras import context_values, global_state, replacing
 
+# Errors that another dtype does not mend.
+NOT_OF_A_DTYPE: tuple[type[Exception], ...] = (RecursionError, MemoryError)
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
+
+    NOT_OF_A_DTYPE += (tf.errors.ResourceExhaustedError,)
 else:
     import jax
     import jax.extend.core
+
+    # Older versions of JAX have it elsewhere.
+    if hasattr(jax.errors, "InconclusiveDimensionOperation"):
+        NOT_OF_A_DTYPE += (jax.errors.InconclusiveDimensionOperation,)
 
     # JAX before 0.8 has none.
     _CONTEXT = getattr(jax, "make_user_context", lambda: None)()

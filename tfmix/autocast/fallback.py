@@ -228,7 +228,8 @@ class _Fallback:
                 return original(*args, **kwargs)
         except Exception as error:
             restore()
-            if _is_final(error) or not _may_change(self._layer):
+            is_final = _is_final(error) or not _may_change(self._layer)
+            if is_final or isinstance(error, tracing.NOT_OF_A_DTYPE):
                 raise
             with contextlib.ExitStack() as undo:
                 self._fall_back(error, undo)

@@ -16,11 +16,9 @@ import contextlib
 import functools
 import itertools
 import math
-import types
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfmix._keras import context_values, kernels, tapes, tracing
@@ -210,10 +208,12 @@ class _Between:
         says_why = [False] * (len(values) - len(of_variables))
         says_why += unscaled_gradients.become_infinite(of_variables)
         with _as_written():
-            true = _all_unscaled(by.down, values, says_why)
-        for n, value in zip(kept, true, strict=True):
-            if n not in self._as_values:
-                inside[n] = _as_before(inside[n], value)
+            leaving = _Leaving(by.down)
+            for n, value, says in zip(kept, values, says_why, strict=True):
+                if n not in self._as_values:
+                    leaving.add(n, value, says)
+            for n, true in leaving.unscaled():
+                inside[n] = _as_before(inside[n], true)
         return inside
 
     def _inside(self, is_asked: Sequence, scaled: Sequence) -> list:
@@ -251,58 +251,57 @@ def _as_written() -> contextlib.AbstractContextManager[None]:
     return context_values.holding(rules=context_values.NO_RULES)
 
 
-def _all_unscaled(down: Any, values: Sequence, says_why: Sequence) -> list:
-    """Divides gradients.
+class _Leaving:
+    """The gradients that leave by a gate, which divides them.
+
+    Small ones that show why they are not finite leave together where each
+    operation is a kernel.
 
     Args:
         down: The factor; NaN if an incoming gradient was not finite.
-        values: The gradients.
-        says_why: Whether each shows an overflow inside by infinity.
     """
-    lost = functools.cache(functools.partial(_lost, down))
-    parts = [*map(tensorflow_products.parts, values)]
-    # A kernel for a few numbers takes as long as one for all of them.
-    together = [
-        n
-        for n, (value, says) in enumerate(zip(values, says_why, strict=True))
-        if says
-        and tracing.by_gpu_kernels()
-        and unscaled_gradients.is_small(value)
-        and value.dtype == tf.float32
-        and isinstance(parts[n][1], float | types.NoneType)
-    ]
-    if len(together) < 2:
-        together = []
-    true = [
-        None
-        if n in together
-        else _unscaled(
-            down if by is None else down * by, x, lost if says else None
-        )
-        for n, ((x, by), says) in enumerate(zip(parts, says_why, strict=True))
-    ]
-    if together:
-        sizes = [values[n].shape.num_elements() for n in together]
-        flat = tf.concat([tf.reshape(parts[n][0], [-1]) for n in together], 0)
-        factors = [parts[n][1] or 1.0 for n in together]
-        downs = down * np.repeat(np.array(factors, "float32"), sizes)
-        whole = _unscaled(downs if set(factors) != {1.0} else down, flat, lost)
-        for n, part in zip(together, tf.split(whole, sizes), strict=True):
-            true[n] = tf.reshape(part, values[n].shape)
-    return true
+
+    def __init__(self, down: Any) -> None:
+        self._down = down
+        self._lost = functools.cache(functools.partial(_lost, down))
+        self._alone: list[tuple[int, Any]] = []
+        # By the power of two that is left to multiply, and the dtype.
+        self._groups: dict[Any, list[tuple[int, Any]]] = {}
+
+    def add(self, n: int, gradient: Any, says_why: bool) -> None:
+        """Adds a gradient, with a number of the caller's."""
+        tensor, factor = tensorflow_products.parts(gradient)
+        down = self._down if factor is None else self._down * factor
+        if not says_why:
+            self._alone.append((n, _times(down, tensor)))
+        elif _may_join(tensor, factor):
+            key = factor, tensor.dtype
+            self._groups.setdefault(key, []).append((n, tensor))
+        else:
+            self._alone.append((n, _saying_why(down, tensor, self._lost)))
+
+    def unscaled(self) -> list[tuple[int, Any]]:
+        """Returns the divided gradients with their numbers."""
+        found = self._alone
+        for (factor, _), group in self._groups.items():
+            down = self._down if factor is None else self._down * factor
+            numbers, tensors = zip(*group, strict=True)
+            sizes = [tensor.shape.num_elements() for tensor in tensors]
+            flat = tf.concat([tf.reshape(x, (-1,)) for x in tensors], 0)
+            parts = tf.split(_saying_why(down, flat, self._lost), sizes)
+            shaped = map(tf.reshape, parts, [x.shape for x in tensors])
+            found += zip(numbers, shaped, strict=True)
+        return found
 
 
-def _unscaled(down: Any, tensor: Any, lost: Callable | None) -> Any:
-    """Divides a gradient.
+def _may_join(tensor: Any, factor: Any) -> bool:
+    is_known = factor is None or isinstance(factor, float)
+    is_graph = tracing.in_graph_without_xla()
+    return is_known and is_graph and unscaled_gradients.is_small(tensor)
 
-    Args:
-        down: The factor: a number for all, or one for each.
-        tensor: The gradient.
-        lost: Takes a dtype; returns what stands for numbers that are not
-            finite, and its factor. `None` if they need not be shown.
-    """
-    if lost is None:
-        return _times(down, tensor)
+
+def _saying_why(down: Any, tensor: Any, lost: Callable) -> Any:
+    """Divides a gradient; what overflowed inside becomes infinite."""
     real = tf.math.real(tensor) if tensor.dtype.is_complex else tensor
     wide = kernels.cast(tensor, tf.float32) if _is_small(tensor) else tensor
     down = kernels.cast(down, wide.dtype)
@@ -319,12 +318,15 @@ def _unscaled(down: Any, tensor: Any, lost: Callable | None) -> Any:
 
 
 def _lost(down: Any, dtype: tf.DType) -> tuple[Any, Any]:
-    """Returns two numbers whose product is infinity, or NaN as `down` is."""
+    """Returns what stands for an overflow, and its factor.
+
+    The product is infinity, or NaN as `down` is.
+    """
     if tracing.by_xla():
         # XLA joins one selection with other kernels. Nothing that looks for
         # infinities looks into its program.
         return kernels.cast(tf.raw_ops.AddV2(x=down, y=math.inf), dtype), None
-    large = tf.raw_ops.Sub(x=down, y=down) + _LARGE
+    large = tf.raw_ops.AddV2(x=tf.raw_ops.Sub(x=down, y=down), y=_LARGE)
     return tf.constant(dtype.real_dtype.max, dtype), kernels.cast(large, dtype)
 
 
