@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfmix._keras import context_values, kernels, tapes, tracing
@@ -265,8 +266,8 @@ class _Leaving:
         self._down = down
         self._lost = functools.cache(functools.partial(_lost, down))
         self._alone: list[tuple[int, Any]] = []
-        # By the power of two that is left to multiply, and the dtype.
-        self._groups: dict[Any, list[tuple[int, Any]]] = {}
+        # With the power of two that is left to multiply.
+        self._together: list[tuple[int, Any, float]] = []
 
     def add(self, n: int, gradient: Any, says_why: bool) -> None:
         """Adds a gradient, with a number of the caller's."""
@@ -275,29 +276,32 @@ class _Leaving:
         if not says_why:
             self._alone.append((n, _times(down, tensor)))
         elif _may_join(tensor, factor):
-            key = factor, tensor.dtype
-            self._groups.setdefault(key, []).append((n, tensor))
+            self._together.append((n, tensor, factor or 1.0))
         else:
             self._alone.append((n, _saying_why(down, tensor, self._lost)))
 
     def unscaled(self) -> list[tuple[int, Any]]:
         """Returns the divided gradients with their numbers."""
-        found = self._alone
-        for (factor, _), group in self._groups.items():
-            down = self._down if factor is None else self._down * factor
-            numbers, tensors = zip(*group, strict=True)
-            sizes = [tensor.shape.num_elements() for tensor in tensors]
-            flat = tf.concat([tf.reshape(x, (-1,)) for x in tensors], 0)
-            parts = tf.split(_saying_why(down, flat, self._lost), sizes)
-            shaped = map(tf.reshape, parts, [x.shape for x in tensors])
-            found += zip(numbers, shaped, strict=True)
-        return found
+        if not self._together:
+            return self._alone
+        numbers, tensors, factors = zip(*self._together, strict=True)
+        sizes = [tensor.shape.num_elements() for tensor in tensors]
+        flat = tf.concat([tf.reshape(x, (-1,)) for x in tensors], 0)
+        down = self._down
+        if set(factors) != {1.0}:
+            down *= np.repeat(np.array(factors, "float32"), sizes)
+        parts = tf.split(_saying_why(down, flat, self._lost), sizes)
+        shaped = map(tf.reshape, parts, [x.shape for x in tensors])
+        return [*self._alone, *zip(numbers, shaped, strict=True)]
 
 
 def _may_join(tensor: Any, factor: Any) -> bool:
-    is_known = factor is None or isinstance(factor, float)
-    is_graph = tracing.in_graph_without_xla()
-    return is_known and is_graph and unscaled_gradients.is_small(tensor)
+    return (
+        tensor.dtype == tf.float32
+        and (factor is None or isinstance(factor, float))
+        and tracing.in_graph_without_xla()
+        and unscaled_gradients.is_small(tensor)
+    )
 
 
 def _saying_why(down: Any, tensor: Any, lost: Callable) -> Any:
