@@ -462,14 +462,17 @@ def is_host_readable(variable: keras.Variable) -> bool:
     return bool(tf.executing_eagerly())
 
 
-def number_or_value(variable: keras.Variable) -> Any:
-    """Returns a NumPy number for a variable of an eager step (TensorFlow)."""
-    if keras.backend.backend() != "tensorflow":
-        return variable.value
-    is_eager = tf.executing_eagerly() and not tf.distribute.has_strategy()
-    if is_eager and global_state.open_scope() is None:
-        return host_value(variable)[()]
-    return variable.value
+def reader() -> Callable[[keras.Variable], Any]:
+    """Returns what reads a variable, as a number in TensorFlow's eager steps.
+
+    Each operation on a scalar would take longer than its copy to the host.
+    """
+    on_tensorflow = keras.backend.backend() == "tensorflow"
+    is_eager = on_tensorflow and tf.executing_eagerly()
+    if is_eager and not tf.distribute.has_strategy():
+        if global_state.open_scope() is None:
+            return lambda variable: variable._value.numpy()
+    return operator.attrgetter("value")
 
 
 def assign_new(variable: Any, old: Any, new: Any) -> None:

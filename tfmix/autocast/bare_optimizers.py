@@ -154,7 +154,7 @@ def applying(original: Callable) -> Callable:
         grads, variables = of_call("grads", ()), of_call("trainable_variables")
         is_mine = not (
             finite.is_chosen()
-            or isinstance(self, keras.optimizers.LossScaleOptimizer)
+            or isinstance(self, optimizers.KerasScaler)
             or self.loss_scale_factor
             or self in _left_alone
         )

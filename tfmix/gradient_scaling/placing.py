@@ -118,7 +118,7 @@ def tell(mover: Mover, updated: Sequence, before: Any, after: Any) -> None:
     """
     for variable in variables_of(updated):
         mover.places[id(variable)] = variable
-        now = keras_variables.number_or_value(variable)
+        now = keras_variables.reader()(variable)
         lower = kernels.select(after < now, after, now)
         new = kernels.select(now < before, lower, after)
         keras_variables.assign_new(variable, now, new)
@@ -161,5 +161,5 @@ def _of_variable(model: keras.Model) -> list:
 
         replicas.once_for_all(create)
     with replicas.one_replica([_places[model]]):
-        place = keras_variables.number_or_value(_places[model])
+        place = keras_variables.reader()(_places[model])
         return [kernels.select(place < _NOBODYS, place, 1.0)]

@@ -84,7 +84,7 @@ class LossScaleOptimizer(
     files.StoredAsInner,
     inner_attributes.DelegatesToInner,
     state.Counts,
-    keras.optimizers.LossScaleOptimizer,
+    optimizers.KerasScaler,
 ):
     """Wraps any Keras optimizer; skips steps that are not finite.
 
@@ -693,8 +693,8 @@ class LossScaleOptimizer(
         if keras.backend.backend() == "tensorflow":
             replicas.check_replica_context()
         with replicas.one_replica(self.variables + own):
-            read = keras_variables.number_or_value
-            current = rule.current(self._state.scale_by(read))
+            scale = self._state.scale_by(keras_variables.reader())
+        current = rule.current(scale)
 
         def count(applied: Any, bad: Any, true: list, summed: list) -> None:
             norm = None

@@ -72,7 +72,8 @@ class Values(NamedTuple):
         if norm is not None:
             norm = select(applied, norm, self.gradient_norm)
         in_a_row = self.consecutive_skips
-        bad = select(applied is True, 0, ops.cast(bad, "int32"))
+        # An operation of an eager good step would only take time.
+        bad = 0 if applied is True else ops.cast(bad, "int32")
         return Values(
             scale=scale,
             skipped_steps=self.skipped_steps + select(applied, 0, 1),
@@ -163,8 +164,7 @@ class State:
                 boolean scalar tensor. `None` if the scale does not move.
             norm: As for `Values.after`.
         """
-        # Each operation on a scalar would take longer than its copy.
-        read = keras_variables.number_or_value
+        read = keras_variables.reader()
         rest = (None if each is None else read(each) for each in self.held[1:])
         before = Values(self.scale_by(read), *rest)
         rule, of_data = None if is_data is None else self.rule, False
