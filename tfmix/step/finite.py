@@ -218,17 +218,18 @@ def apply_if_finite(
     return applied, bad
 
 
-def restore_unless(applied: Any, pairs: Iterable[tuple[Any, Any]]) -> None:
+def restore_unless(applied: Any, pairs: Sequence[tuple[Any, Any]]) -> None:
     """Restores the values of variables, unless a step was applied.
 
     Args:
         applied: Bool or boolean scalar tensor.
-        pairs: Variables, each with its value before the step.
+        pairs: The variables that were `written`, each with its value before the
+            step.
     """
-    these, applied = written(pairs), _known(applied)
+    applied = _known(applied)
 
     def restore(stays: Any = False) -> None:
-        for variable, old in these:
+        for variable, old in pairs:
             new = keras_variables.read(variable)
             variable.assign(kernels.select(stays, new, old))
 
@@ -237,7 +238,7 @@ def restore_unless(applied: Any, pairs: Iterable[tuple[Any, Any]]) -> None:
             restore()
     elif tracing.by_xla():
         restore(applied)
-    elif these:
+    elif pairs:
         tf.cond(applied, _then(None), _then(restore))
 
 
