@@ -458,7 +458,7 @@ def test_the_policies_that_it_knows_are_all_there_are():
 
 # What cannot be computed in 16 bit.
 MIXES = {
-    "tensorflow": "x + keras.ops.convert_to_tensor(np.ones(4, 'float32'))",
+    "tensorflow": "tensorflow.add(x, tensorflow.ones_like(x, 'float32'))",
     "jax": "jax.lax.add(x, jax.numpy.ones_like(x, 'float32'))",
 }
 TRAINS = """

@@ -102,25 +102,25 @@ class Times(keras.layers.Layer):
         return keras.ops.multiply(x, self.factor)
 
 
-def square():
-    return keras.layers.Lambda(lambda x: x * x, name="square")
+def times():
+    return Times(name="times")
 
 
-@cause("skipped: the output of layer 'square' is not finite; give it `dtype=")
+@cause("skipped: the output of layer 'times' is not finite; give it `dtype=")
 def a_layer_that_overflows(data):
     data["x"][:] = 300.0
-    return stack(square, dense)
+    return stack(times, dense)
 
 
 @cause(
     "16 of 16 steps of epoch 1 were skipped: `x` holds NaN or infinity in 1 of "
-    "16 rows (3); drop or ...Also, the output of layer 'square' is not finite"
+    "16 rows (3); drop or ...Also, the output of layer 'times' is not finite"
 )
 def bad_rows_and_a_layer_that_overflows(data):
     data["x"][:] = 300.0
     data["x"][3] = np.inf
     # The first layer's output is not finite in the bad row.
-    return stack(lambda: keras.layers.Rescaling(1.0), square, dense)
+    return stack(lambda: keras.layers.Rescaling(1.0), times, dense)
 
 
 @cause("skipped: the output of layer 'last' is not finite (targets reach 1e+06")

@@ -41,10 +41,9 @@ WIDE: tuple[str, ...] = (
     # 16 bit rounds what saturates to 1, where its derivative is 0.
     *("softmax", "log_softmax", "sparsemax", "sigmoid", "log_sigmoid"),
     *("softplus", "tanh", "hard_sigmoid", "sparse_sigmoid", "softsign"),
-    # No 16-bit kernel exists. The orthogonal initializer of every recurrent
-    # layer needs `qr`.
+    # No 16-bit kernel exists.
     *("cholesky", "cholesky_inverse", "det", "eig", "eigh", "inv", "logdet"),
-    *("lstsq", "lu_factor", "pinv", "qr", "slogdet", "solve"),
+    *("lstsq", "lu_factor", "pinv", "slogdet", "solve"),
     *("solve_triangular", "svd"),
     *("fft", "fft2", "ifft2", "rfft", "irfft", "stft", "istft"),
     # The gradients of these losses are infinite where float32's are not.
@@ -61,6 +60,8 @@ INSIDE: tuple[str, ...] = (
     *("average_pool", "adaptive_average_pool"),
     # These activations overflow inside.
     *("selu", "squareplus", "hard_silu"),
+    # The orthogonal initializer hands it on as a recurrent layer's weight.
+    "qr",
     # Their gradients sum over all places of a number.
     *("take_along_axis", "broadcast_to", "repeat", "tile", "resize"),
 )
