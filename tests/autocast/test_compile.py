@@ -227,6 +227,13 @@ def test_the_users_own_objects_stay():
     assert fixed.loss_scale_factor is None
 
 
+def test_kerass_own_wrapper_goes_where_its_name_is_given_to_ours(monkeypatch):
+    # A test harness does that. Keras's `compile` has a reference of its own.
+    ours = tfmix.LossScaleOptimizer
+    monkeypatch.setattr(optimizers, "LossScaleOptimizer", ours)
+    assert described(under(F16).optimizer) == SCALED
+
+
 def test_a_wrong_argument_raises_kerass_error():
     with pytest.raises(TypeError, match="no_such_argument"):
         after(F16, no_such_argument=1)

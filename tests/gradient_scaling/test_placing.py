@@ -8,7 +8,8 @@ import pytest
 from keras import layers, ops
 
 import tfmix
-from tests import helpers
+from tests import helpers, steps
+from tfmix.gradient_scaling import placing
 
 ON_JAX = keras.backend.backend() == "jax"
 if ON_JAX:
@@ -188,6 +189,40 @@ def test_clipping_of_ones_own_hides_no_overflow():
     for pair in zip(x, y, strict=True):
         step(*map(tf.constant, pair))
     assert int(optimizer.iterations) >= STEPS - 20
+
+
+class Asking:
+    """Asks for places, as the state of an optimizer does."""
+
+    def __init__(self):
+        self.places = {}
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("mode", steps.MODES)
+def test_a_models_place_is_the_lowest_that_its_optimizers_ask_for(mode):
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+    assert placing.of(model) == 1.0
+    one, other = Asking(), Asking()
+
+    # The step of each is traced once, before the other has asked.
+    def tell(mover):
+        weights = model.trainable_variables
+        told = functools.partial(placing.tell, mover, weights)
+        return steps.compiled(told, mode)
+
+    tell_one, tell_other = tell(one), tell(other)
+    for told, before, after, expected in (
+        (tell_one, 4.0, 4.0, 4.0),
+        (tell_one, 4.0, 0.5, 0.5),
+        (tell_other, 1.0, 1.0, 0.5),
+        (tell_other, 1.0, 0.25, 0.25),
+        (tell_one, 0.5, 1.0, 0.25),
+        (tell_other, 0.25, 2.0, 2.0),
+        (tell_one, 1.0, 1.0, 1.0),
+    ):
+        told(*map(tf.constant, (before, after)))
+        assert float(placing.of(model)) == expected
 
 
 class Pair:

@@ -108,7 +108,6 @@ def test_a_run_without_loss_scaling_can_continue_with_it():
     assert ours.loss_scale == 2.0**15
 
 
-# Keras gives the same warning for the inner optimizer.
 @pytest.mark.costly
 @pytest.mark.filterwarnings("ignore:Skipping variable loading")
 def test_weights_can_be_loaded_where_there_is_no_state_to_restore(
@@ -124,8 +123,9 @@ def test_weights_can_be_loaded_where_there_is_no_state_to_restore(
     source.fit(x, y, batch_size=6, verbose=0)
     source.save_weights(tmp_path / "trained.weights.h5")
     target = compiled()
-    target.load_weights(tmp_path / "trained.weights.h5")
-    assert "not built yet" in said[-1]
+    with pytest.warns(UserWarning, match="Skipping variable loading"):
+        target.load_weights(tmp_path / "trained.weights.h5")
+    assert not said
     helpers.assert_same_bits(target.get_weights()[0], source.get_weights()[0])
     target.optimizer.build(target.trainable_variables)
     target.load_weights(tmp_path / "trained.weights.h5")

@@ -65,7 +65,7 @@ def has_wrapped(model: keras.Model) -> bool:
     """Returns whether Keras has put its own loss scale around the optimizer."""
     saved = getattr(model, "_compile_config", None)
     given = None if saved is None else saved.config.get("optimizer")
-    is_of_class = type(model.optimizer) is keras.optimizers.LossScaleOptimizer
+    is_of_class = type(model.optimizer) is optimizers.KerasScaler
     return is_of_class and model.optimizer.inner_optimizer is given
 
 

@@ -186,10 +186,10 @@ def children(
     return held | {f"tfmix_{n}": each for n, each in enumerate(more, len(held))}
 
 
-def save_with(owner: Any, variable: keras.Variable) -> None:
-    """Saves a variable in the SavedModels that an object is part of."""
+def save_with(owner: Any, variables: Sequence[keras.Variable]) -> None:
+    """Saves variables in the SavedModels that an object is part of."""
     own = getattr(owner, CHILDREN)
-    held = functools.partial(children, own, lambda: [variable])
+    held = functools.partial(children, own, lambda: variables)
     object.__setattr__(owner, CHILDREN, held)
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -90,12 +91,32 @@ def product_in_float32(
     )
 
 
-def selected(condition: Any, if_true: Any, if_false: Any) -> Any:
-    """Returns one of two tensors of one shape and dtype, by a scalar (XLA)."""
-    if keras.backend.backend() == "jax":
+def is_known(value: Any) -> bool:
+    """Returns whether a value is known now, rather than a tensor."""
+    return isinstance(value, numbers.Number | np.generic | np.ndarray)
+
+
+def select(condition: Any, new: Any, old: Any) -> Any:
+    """Returns one of two values, by a bool or a boolean tensor.
+
+    Args:
+        condition: Where it is true, `new` is returned.
+        new: A number or a tensor.
+        old: The same. Both may be anything if the condition is known.
+    """
+    if is_known(condition):
+        return new if condition else old
+    if keras.backend.backend() == "tensorflow":
+        return tf.where(condition, new, old)
+    if not condition.shape and _is_alike(new, old):
         # `where` compiles a program of its own at each place, with broadcasts.
-        return jax.lax.select(condition, if_true, if_false)
-    return tf.where(condition, if_true, if_false)
+        return jax.lax.select(condition, new, old)
+    return jax.numpy.where(condition, new, old)
+
+
+def _is_alike(*arrays: Any) -> bool:
+    one, other = ((np.shape(x), getattr(x, "dtype", None)) for x in arrays)
+    return one == other and None not in one
 
 
 def on_explicit_axes(*tensors: Any) -> bool:

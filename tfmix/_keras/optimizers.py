@@ -11,6 +11,9 @@ import keras
 from tfmix._keras import replacing
 
 Optimizer: TypeAlias = keras.optimizers.Optimizer
+# Keras wraps optimizers in this class, also if its public name has been given
+# to another one, such as tfmix's.
+KerasScaler: TypeAlias = keras.optimizers.LossScaleOptimizer
 # Every optimizer except a wrapper applies its gradients here.
 *_, APPLY = replacing.definers(keras.optimizers.Optimizer, "apply")
 

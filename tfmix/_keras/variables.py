@@ -19,6 +19,7 @@ from keras.src.backend.common import variables as backend_variables
 from tfmix import _formats
 from tfmix._keras import (
     global_state,
+    kernels,
     optimizers,
     replacing,
     version,
@@ -131,18 +132,33 @@ def local(variable: Any) -> Any:
 
 
 @contextlib.contextmanager
-def only_if(condition: Any, variables: Iterable) -> Iterator[None]:
-    """Makes assignments to some variables depend on a condition (JAX).
+def selecting(condition: Any, variables: Sequence) -> Iterator[None]:
+    """Makes assignments to variables depend on a condition (XLA, JAX).
 
     Args:
         condition: Boolean scalar tensor.
-        variables: The variables that keep their values if it is false, all in a
-            `keras.StatelessScope` around the block.
+        variables: The variables that keep their values if it is false; under
+            JAX all in a `keras.StatelessScope` around the block.
     """
-    outer: Any = global_state.open_scope()
-    with _Selecting(condition, variables, outer) as scope:
+    if keras.backend.backend() == "jax":
+        outer: Any = global_state.open_scope()
+        with _Selecting(condition, variables, outer) as scope:
+            yield
+        outer.state_mapping.update(scope.state_mapping)
+        return
+    before = [(variable, read(variable)) for variable in variables]
+    watched = not tf.distribute.has_strategy() and _has_captures()
+    with contextlib.ExitStack() as undo:
+        selections = [
+            _Selection(condition, backend_variable(variable), undo)
+            for variable in (variables if watched else [])
+        ]
         yield
-    outer.state_mapping.update(scope.state_mapping)
+    complete = {id(s.variable) for s in selections if s.is_complete()}
+    for variable, old in before:
+        is_done = id(backend_variable(variable)) in complete
+        if not is_done and may_differ(variable, old):
+            variable.assign(kernels.select(condition, read(variable), old))
 
 
 class _Selecting(keras.StatelessScope):
@@ -164,39 +180,15 @@ class _Selecting(keras.StatelessScope):
         variable, new = update
         old = read(variable)
         if id(variable) in self.chosen and new is not old:
-            new = jax.lax.select(self.condition, new, old)
+            new = kernels.select(self.condition, new, old)
         super().add_update((variable, new))
 
 
-@contextlib.contextmanager
-def selecting(
-    condition: Any, variables: Iterable
-) -> Iterator[Callable[[Any], bool]]:
-    """Makes assignments depend on a condition, as `only_if` (XLA, TensorFlow).
-
-    Args:
-        condition: Boolean scalar tensor.
-        variables: The variables that keep their values if it is false.
-
-    Yields:
-        A function that returns whether all assignments to a variable depend on
-        the condition. Those of rows do not, nor those in a branch or a loop.
-    """
-    inner = [*map(backend_variable, variables)]
-    if tf.distribute.has_strategy() or not _has_captures():
-        inner = []
-    with contextlib.ExitStack() as undo:
-        chosen = {id(each): _Selection(condition, each, undo) for each in inner}
-
-        def is_selected(variable: Any) -> bool:
-            selection = chosen.get(id(backend_variable(variable)))
-            return selection is not None and selection.is_complete()
-
-        yield is_selected
-
-
 class _Selection:
-    """Selects the old or the new value in assignments to a `tf.Variable`."""
+    """Selects the old or the new value in assignments to a `tf.Variable`.
+
+    It does not in assignments of rows, nor in a branch or a loop.
+    """
 
     def __init__(
         self, condition: Any, variable: Any, undo: contextlib.ExitStack
@@ -227,7 +219,7 @@ class _Selection:
         old = self.variable.value()
         new = operation(old, tf.convert_to_tensor(value, old.dtype))
         self.writes += 1
-        new = tf.where(self.condition, new, old)
+        new = kernels.select(self.condition, new, old)
         return self.original(new, *args, **settings)
 
 
@@ -470,14 +462,23 @@ def is_host_readable(variable: keras.Variable) -> bool:
     return bool(tf.executing_eagerly())
 
 
-def number_or_value(variable: keras.Variable) -> Any:
-    """Returns a NumPy number for a variable of an eager step (TensorFlow)."""
-    if keras.backend.backend() != "tensorflow":
-        return variable.value
-    is_eager = tf.executing_eagerly() and not tf.distribute.has_strategy()
-    if is_eager and global_state.open_scope() is None:
-        return host_value(variable)[()]
-    return variable.value
+def reader() -> Callable[[keras.Variable], Any]:
+    """Returns what reads a variable, as a number in TensorFlow's eager steps.
+
+    Each operation on a scalar would take longer than its copy to the host.
+    """
+    on_tensorflow = keras.backend.backend() == "tensorflow"
+    is_eager = on_tensorflow and tf.executing_eagerly()
+    if is_eager and not tf.distribute.has_strategy():
+        if global_state.open_scope() is None:
+            return lambda variable: variable._value.numpy()
+    return operator.attrgetter("value")
+
+
+def assign_new(variable: Any, old: Any, new: Any) -> None:
+    """Assigns a value, unless it is known to be the old one."""
+    if not (kernels.is_known(new) and np.array_equal(old, new)):
+        variable.assign(new)
 
 
 def value_outside(variable: keras.Variable) -> np.ndarray | None:

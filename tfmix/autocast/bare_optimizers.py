@@ -15,17 +15,15 @@ from keras import ops
 
 from tfmix import _messages
 from tfmix._keras import (
-    context_values,
     files,
     optimizers,
     replacing,
-    tracing,
     training,
 )
 from tfmix._keras import variables as keras_variables
 from tfmix.gradient_scaling import placing
 from tfmix.loss_scaling import optimizer as scaling
-from tfmix.loss_scaling import rules, standstill
+from tfmix.loss_scaling import rules, state
 from tfmix.optimizers import sixteen_bit_optimizer
 from tfmix.step import finite, gradients, guard, replicas
 
@@ -34,66 +32,31 @@ _ORDER = "grads", "trainable_variables"
 _ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 
 
-class _Place:
-    """The place of gradients for an optimizer that has no loss scale."""
+class _HostValue:
+    """A value on the host, which no step that JAX compiles is given."""
 
-    rule = rules.DynamicLossScale()
+    def __init__(self, value: Any, dtype: str) -> None:
+        self.value = self._value = np.asarray(value, dtype)
 
-    def __init__(self) -> None:
-        # The rule's state: the scale, and two counts.
-        self._state: Any = np.array(self.rule.init(), "float32")
-        if _ON_TENSORFLOW:
-            self._state = keras.Variable(self._state, trainable=False)
+    def numpy(self) -> np.ndarray:
+        """Returns the value."""
+        return self.value
 
-    @property
-    def variables(self) -> list[keras.Variable]:
-        """The variable with the state on the device."""
-        return [self._state] if _ON_TENSORFLOW else []
-
-    def place(self) -> Any:
-        """Returns the place; `None` where JAX would make a constant of it."""
-        is_compiled = tracing.trace() != tracing.EAGER
-        return None if is_compiled else self._of(self._state)
-
-    def move(self, applied: Any, is_data: Any) -> Any:
-        """Changes the place after a step; returns it.
-
-        Args:
-            applied: Bool or boolean scalar tensor, whether it was applied.
-            is_data: The same, whether no place would have helped.
-        """
-        before = self._state
-        if isinstance(applied, bool):
-            before = keras_variables.host_value(before)
-            after = np.array(self.rule.update(_fields(before), applied))
-            if bool(is_data):
-                after = before
-        else:
-            after = ops.stack(self.rule.update(_fields(before), applied))
-            after = ops.where(is_data, before, after)
-        if not _ON_TENSORFLOW:
-            self._state = after
-        elif after is not before:
-            self._state.assign(after)
-        return self._of(after)
-
-    def _of(self, state: Any) -> Any:
-        return self.rule.current(_fields(state)) / self.rule.init()[0]
+    def assign(self, value: Any) -> None:
+        """Replaces the value."""
+        self.value = self._value = np.asarray(value, self.value.dtype)
 
 
-def _fields(state: Any) -> rules.LossScaleState:
-    return rules.LossScaleState(*(state[n] for n in range(3)))
-
-
-class Skips:
+class Skips(state.Counts):
     """Counts the skipped steps of one optimizer, like `LossScaleOptimizer`.
 
-    TensorFlow counts them in a variable that a SavedModel saves with the
+    TensorFlow counts them in variables that a SavedModel saves with the
     optimizer's own. A function that JAX compiles can only change the variables
     that it is given, so JAX counts eager steps, those that `ask` reports, and
     in `fit` those that were not applied.
     """
 
+    # Losses are not scaled: the state's scale moves gradients inside models.
     rule = rules.NoLossScale()
     loss_scale = 1.0
     gradient_norm = math.nan
@@ -102,116 +65,59 @@ class Skips:
 
     def __init__(self, optimizer: Any, variables: Sequence) -> None:
         self.applies = optimizers.applies(optimizer)
-        self._name = optimizer.name
-        self._paths = optimizers.paths(variables)
-        # It holds all skipped steps, those in a row, and for each variable
-        # those in which its gradient was not finite.
-        self._counts: Any = np.zeros(2 + len(variables), "int32")
-        if _ON_TENSORFLOW:
-            self._counts = keras.Variable(
-                self._counts, dtype="int32", trainable=False
-            )
-            files.save_with(optimizer, self._counts)
+        self.variables: list[keras.Variable] = []
         # What compiled steps have reported, and nobody has read (JAX).
         self._reported: list[tuple] = []
-        self._place = _Place()
-        placing.note(self._place, variables)
-        for variable in self._place.variables:
-            files.save_with(optimizer, variable)
+        self._state = state.State(rules.DynamicLossScale(), self._add)
+        self._state.build(optimizer.name, variables)
+        placing.note(self._state, variables)
+        if _ON_TENSORFLOW:
+            files.save_with(optimizer, self.variables)
 
-    @property
-    def skipped_steps(self) -> int:
-        """The number of skipped steps."""
-        return int(self._host_counts()[0])
-
-    @property
-    def consecutive_skips(self) -> int:
-        """The number of skipped steps since the last applied one."""
-        return int(self._host_counts()[1])
-
-    @property
-    def overflow_counts(self) -> dict[str, int]:
-        """Skipped steps per variable, by its path."""
-        counts = self._host_counts()[2:].tolist()
-        return dict(zip(self._paths, counts, strict=True))
-
-    @property
-    def variables(self) -> list[keras.Variable]:
-        """The variables with the counts on the device."""
-        return [self._counts, *self._place.variables] if _ON_TENSORFLOW else []
-
-    def move(self, applied: Any, grads: Sequence, updated: Sequence) -> None:
-        """Moves the place of gradients in models, after the step was counted.
+    def count(
+        self, applied: Any, bad: Any, _: Sequence, grads: Sequence, to: Sequence
+    ) -> None:
+        """Counts a step.
 
         Args:
             applied: Bool or boolean scalar tensor, whether it was applied.
+            bad: Boolean vector, the variables with a gradient not finite.
             grads: The gradients, summed over replicas.
-            updated: The variable of each.
+            to: The variable of each.
         """
-        if _ON_TENSORFLOW:
-            is_asked = bool(placing.variables_of(updated))
-        else:
-            is_asked = isinstance(applied, bool)
-        if not is_asked:
+        if not (_ON_TENSORFLOW or isinstance(applied, bool)):
+            _ask(self._reported.append, (applied, bad))
             return
-        is_data: Any = False
-        if applied is not True:
-            own = gradients.without_values(grads, updated)
-            is_data = placing.stays(
-                gradients.blames_data(own, ops.logical_or), self._counts[1] - 1
-            )
-        now = self._place.move(applied, is_data)
-        if _ON_TENSORFLOW:
-            placing.tell(self._place, updated, now)
 
-    def count(self, applied: Any, bad: Any) -> None:
-        """Counts a step, and warns of the eighth skip in a row of a loop."""
-        if not isinstance(applied, bool):
-            if _ON_TENSORFLOW:
-                self._counts.assign(self._after(applied, bad))
-            else:
-                _ask(self._reported.append, (applied, bad))
-            return
-        # An applied step writes only if it ends skips in a row.
-        if applied and not self.consecutive_skips:
-            return
-        self._add(applied, bad)
-        # The line after an epoch of `fit` says more than a warning here.
-        if not context_values.block.get().in_fit:
-            standstill.warn_of_eighth(
-                self._name, self._paths, self.consecutive_skips, bad
-            )
+        def is_data() -> Any:
+            own = gradients.without_values(grads, to)
+            return gradients.blames_data(own, ops.logical_or)
+
+        moves = not _ON_TENSORFLOW or placing.variables_of(to)
+        self._state.count(applied, bad, to, is_data if moves else None)
+        self._state.warn(applied, bad)
 
     def count_rest(self, steps: int, applied: int) -> None:
         """Counts those of an epoch's steps that were not applied (JAX)."""
-        lost = steps - applied
-        counts = np.array(self._host_counts())
-        counts[:2] += lost
-        counts[1] *= not applied
-        self._counts = counts
+        lost, held = steps - applied, self._counted()
+        held.skipped_steps.assign(held.skipped_steps.value + lost)
+        in_a_row = held.consecutive_skips.value + lost
+        held.consecutive_skips.assign(in_a_row * (not applied))
 
-    def _after(self, applied: Any, bad: Any) -> Any:
-        """Returns the counts after a step of a graph (TensorFlow)."""
-        is_bad = ops.reshape(ops.logical_not(applied), (1,))
-        flags = ops.cast(ops.concatenate([is_bad, is_bad, bad]), "int32")
-        # The second number counts skips in a row. An applied step ends them.
-        in_a_row = np.arange(len(self._paths) + 2) == 1
-        ended = ops.logical_and(in_a_row, ops.logical_not(is_bad))
-        return ops.where(ended, 0, ops.add(self._counts, flags))
-
-    def _add(self, applied: Any, bad: Any) -> None:
-        counts = np.array(keras_variables.host_value(self._counts))
-        counts[1] *= not applied
-        counts += np.concatenate([[not applied] * 2, np.asarray(bad)])
-        if _ON_TENSORFLOW:
-            self._counts.assign(counts)
-        else:
-            self._counts = counts
-
-    def _host_counts(self) -> np.ndarray:
+    def _counted(self) -> state.Values:
         while self._reported:
-            self._add(*self._reported.pop(0))
-        return keras_variables.host_value(self._counts)
+            applied, bad = self._reported.pop(0)
+            self._state.count(bool(applied), bad)
+        return super()._counted()
+
+    def _add(self, name: str, value: Any, dtype: str) -> Any:
+        if not _ON_TENSORFLOW:
+            return _HostValue(value, dtype)
+        variable = keras.Variable(
+            value, dtype=dtype, trainable=False, autocast=False, name=name
+        )
+        self.variables.append(variable)
+        return variable
 
 
 def _ask_nobody(tell: Callable[[Any], None], values: Any) -> None:
@@ -248,7 +154,7 @@ def applying(original: Callable) -> Callable:
         grads, variables = of_call("grads", ()), of_call("trainable_variables")
         is_mine = not (
             finite.is_chosen()
-            or isinstance(self, keras.optimizers.LossScaleOptimizer)
+            or isinstance(self, optimizers.KerasScaler)
             or self.loss_scale_factor
             or self in _left_alone
         )
@@ -275,11 +181,6 @@ def _apply(
     these = list(known if variables is None else variables)
     guard.note_update(these)
     skips = _skips[optimizer]
-
-    def count(applied: Any, bad: Any, _: list, summed: list) -> None:
-        skips.count(applied, bad)
-        skips.move(applied, summed, these)
-
     applied = finite.take(
         optimizer,
         grads,
@@ -287,7 +188,7 @@ def _apply(
         functools.partial(original, optimizer),
         assigned=[*optimizer.variables, *known],
         counters=[*skips.variables, *placing.variables_of(these)],
-        count=count,
+        count=functools.partial(skips.count, to=these),
     )
     guard.report(applied)
 

@@ -134,7 +134,7 @@ def _compile(
     if (
         part is not None
         and not is_ours
-        and isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        and isinstance(optimizer, optimizers.KerasScaler)
     ):
         _messages.warn_once(
             "Keras's own LossScaleOptimizer stays: a step that it skips leaves "
@@ -194,7 +194,7 @@ def choose(
     are added inside it.
     """
     pure = layers.has_sixteen_bit_variables(model)
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    if isinstance(optimizer, optimizers.KerasScaler):
         if pure:
             _add_masters(optimizer)
         return optimizer
@@ -254,7 +254,7 @@ def refuse_two_scales(given: Any) -> None:
     scalers = [
         optimizer
         for optimizer in optimizers.chain(given)
-        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        if isinstance(optimizer, optimizers.KerasScaler)
     ]
     if len(scalers) > 1:
         raise ValueError(
@@ -290,7 +290,7 @@ def _automatic(optimizer: Any) -> keras.optimizers.Optimizer:
     return optimizer
 
 
-def _add_masters(optimizer: keras.optimizers.LossScaleOptimizer) -> None:
+def _add_masters(optimizer: optimizers.KerasScaler) -> None:
     inner = optimizer.inner_optimizer
     if isinstance(inner, sixteen_bit_optimizer.SixteenBitOptimizer):
         return

@@ -1,44 +1,47 @@
 """Where the gradients of a model lie in float16's range.
 
 Gradients that enter a model are brought to order one, times the model's place:
-at first 1. Gradients that grow inside overflow; then the
-optimizer halves its own place, and doubles it after many good steps. A model's
-place is the lowest of the optimizers that update its variables.
+at first 1. Gradients that grow inside overflow; then the optimizer halves its
+own place, and doubles it after many good steps. A model's place is the lowest
+of the optimizers that update its variables.
 
 In `fit` the optimizer that `compile` got is known before the step is traced,
 and its place is read from its state. Elsewhere the model is called before it is
-known who will update it. Under TensorFlow a variable of the model holds the
-places of its optimizers. Under JAX a compiled step has no other state than what
-it is given, so the optimizer's variables must be among its arguments; a
-`keras.StatelessScope` around the model's call shows them.
+known who will update it. Under TensorFlow a variable of the model holds its
+place, which each step of an optimizer lowers or raises. Under JAX a compiled
+step has no other state than what it is given, so the optimizer's variables must
+be among its arguments; a `keras.StatelessScope` around the model's call shows
+them.
 """
 
 import functools
-import itertools
-import math
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import keras
-import numpy as np
 from keras import ops
 
-from tfmix._keras import context_values, tracing
+from tfmix._keras import context_values, kernels
 from tfmix._keras import variables as keras_variables
 from tfmix.step import guard, replicas
 
 _ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
-# A model has rarely more than two optimizers. Further ones share a number.
-_MOST = 8
+# The place of a model that no optimizer has moved, above all others.
+_NOBODYS = 2.0**126
 # As many bad batches may follow one another in a loop.
 _BAD_BATCHES = 2
-# No optimizer of the default rule has a higher place.
-_HIGH = 2.0**24
 
 
 class Mover(Protocol):
-    """What decides where gradients lie: the state of an optimizer."""
+    """What decides where gradients lie: the state of an optimizer.
+
+    Attributes:
+        places: The variables of models that it moves, by their `id`s. They live
+            as long as it does, since a compiled step writes them.
+    """
+
+    places: dict[int, keras.Variable]
 
     def place(self) -> Any:
         """Returns the place: a number or a float32 scalar tensor.
@@ -51,14 +54,8 @@ class Mover(Protocol):
 _movers: weakref.WeakKeyDictionary[Mover, set[int]] = (
     weakref.WeakKeyDictionary()
 )
-# The places that an optimizer has moved live as long as it does, since a
-# compiled step writes them.
-_moved: weakref.WeakKeyDictionary[Mover, set["_Place"]] = (
-    weakref.WeakKeyDictionary()
-)
-# The places of models that were called outside of Keras's own step
-# (TensorFlow).
-_places: weakref.WeakKeyDictionary[keras.Model, "_Place"] = (
+# Those of models that were called outside of Keras's own step (TensorFlow).
+_places: weakref.WeakKeyDictionary[keras.Model, keras.Variable] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -98,20 +95,33 @@ def variables_of(updated: Sequence) -> list[keras.Variable]:
     Args:
         updated: The variables that an optimizer updates.
     """
-    return [place.variable for place in _of_owners(updated)]
+    ids = {id(variable) for variable in updated} if _places else set()
+    return [
+        place
+        for model, place in _places.items()
+        if any(id(variable) in ids for variable in model.variables)
+    ]
 
 
-def tell(mover: Mover, updated: Sequence, place: Any) -> None:
+def tell(mover: Mover, updated: Sequence, before: Any, after: Any) -> None:
     """Tells models their place after a step of an optimizer (TensorFlow).
+
+    A place below the optimizer's own is that of another one, and stays unless
+    this one asks for less. If two have the same and one raises its own, the
+    next step of the other lowers the model's again.
 
     Args:
         mover: The optimizer.
         updated: The variables that it updates, which belong to the models.
-        place: Its place: a number or a float32 scalar tensor.
+        before: Its place before the step: a number or a float32 scalar tensor.
+        after: The same after it.
     """
-    for each in _of_owners(updated):
-        _moved.setdefault(mover, set()).add(each)
-        each.put(mover, place)
+    for variable in variables_of(updated):
+        mover.places[id(variable)] = variable
+        now = keras_variables.reader()(variable)
+        lower = kernels.select(after < now, after, now)
+        new = kernels.select(now < before, lower, after)
+        keras_variables.assign_new(variable, now, new)
 
 
 def stays(is_data: Any, in_a_row: Any) -> Any:
@@ -131,16 +141,7 @@ def stays(is_data: Any, in_a_row: Any) -> Any:
 
 def saved_with(model: keras.Model) -> list[keras.Variable]:
     """Lists what a SavedModel holds of a model's place."""
-    return [_places[model].variable] if model in _places else []
-
-
-def _of_owners(updated: Sequence) -> list["_Place"]:
-    ids = {id(variable) for variable in updated} if _places else set()
-    return [
-        place
-        for model, place in _places.items()
-        if any(id(variable) in ids for variable in model.variables)
-    ]
+    return [_places[model]] if model in _places else []
 
 
 def _of_variable(model: keras.Model) -> list:
@@ -150,52 +151,15 @@ def _of_variable(model: keras.Model) -> list:
             return []
 
         def create() -> None:
-            _places[model] = _Place()
+            _places[model] = keras.Variable(
+                _NOBODYS,
+                dtype="float32",
+                trainable=False,
+                autocast=False,
+                name="place",
+            )
 
         replicas.once_for_all(create)
-    return _places[model].read()
-
-
-class _Place:
-    """The places that optimizers give a model, in one variable (TensorFlow).
-
-    A step is often traced before its optimizers are known, so it reads the
-    lowest number of a vector. All but the first are high until an optimizer
-    uses them.
-    """
-
-    def __init__(self) -> None:
-        self.variable = keras.Variable(
-            np.array([1.0] + [_HIGH] * (_MOST - 1), "float32"),
-            trainable=False,
-            autocast=False,
-            name="place",
-        )
-        self._next = itertools.count()
-        # Maps an optimizer to its position and to its last place, `math.nan` if
-        # that may be known on the device only.
-        self._known: weakref.WeakKeyDictionary[Mover, tuple[int, float]] = (
-            weakref.WeakKeyDictionary()
-        )
-
-    def read(self) -> list:
-        """Returns the lowest place; nothing if no optimizer has put one in."""
-        if tracing.trace() == tracing.EAGER:
-            numbers = [number for _, number in self._known.values()]
-            if not any(map(math.isnan, numbers)):
-                return [min(numbers)] if numbers else []
-        with replicas.one_replica([self.variable]):
-            return [ops.min(keras_variables.read(self.variable))]
-
-    def put(self, mover: Mover, place: Any) -> None:
-        """Puts in the place of an optimizer."""
-        position, before = self._known.get(mover, (next(self._next), 0.0))
-        is_number = isinstance(place, float | np.floating)
-        # After a compiled step its later ones are not seen here.
-        now = float(place) if is_number and before == before else math.nan
-        self._known[mover] = position, now
-        if now != before:
-            mine = np.arange(_MOST) == position % _MOST
-            self.variable.assign(
-                ops.where(mine, ops.cast(place, "float32"), self.variable)
-            )
+    with replicas.one_replica([_places[model]]):
+        place = keras_variables.reader()(_places[model])
+        return [kernels.select(place < _NOBODYS, place, 1.0)]

@@ -46,7 +46,7 @@ def checked(optimizer: Any) -> keras.optimizers.Optimizer:
 def checked_to_scale(optimizer: Any) -> Any:
     """Returns the optimizer to wrap with a loss scale; see `checked`."""
     optimizer = checked(optimizer)
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    if isinstance(optimizer, optimizers.KerasScaler):
         raise ValueError(
             "`inner_optimizer` scales the loss already; a second scale would "
             "be divided out twice. Received: inner_optimizer="
@@ -131,7 +131,7 @@ class DelegatesToInner(optimizers.OverwritesThroughInner):
 
     @loss_scale_factor.setter
     def loss_scale_factor(self, value: float | None) -> None:
-        scales = isinstance(self, keras.optimizers.LossScaleOptimizer)
+        scales = isinstance(self, optimizers.KerasScaler)
         if scales and value is not None:
             raise ValueError(
                 "A `loss_scale_factor` would scale the loss twice. Received: "

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import numbers
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,7 +18,13 @@ from tfmix._keras import (
 )
 from tfmix._keras import variables as keras_variables
 from tfmix.gradient_scaling import model_call, placing
-from tfmix.loss_scaling import inner_attributes, rules, saving, standstill
+from tfmix.loss_scaling import (
+    inner_attributes,
+    rules,
+    saving,
+    standstill,
+    state,
+)
 from tfmix.ops import tensors
 from tfmix.step import finite, gradients, guard, replicas
 
@@ -78,7 +83,8 @@ class _Losses:
 class LossScaleOptimizer(
     files.StoredAsInner,
     inner_attributes.DelegatesToInner,
-    keras.optimizers.LossScaleOptimizer,
+    state.Counts,
+    optimizers.KerasScaler,
 ):
     """Wraps any Keras optimizer; skips steps that are not finite.
 
@@ -196,65 +202,48 @@ class LossScaleOptimizer(
             **kwargs,
         )
         self.reduce_dtype = reduce_dtype
-        self._gradient_norm: keras.Variable | None = None
         # `None` until it is decided.
         self._losses: _Losses | None = None
         # Whether `apply_gradients` gets unscaled gradients, as in tf.keras.
         self._gets_unscaled = False
-        self._create_state(rule)
+        # A function that was compiled before the first step reads it.
+        self.rule = rule
+        self._state = state.State(rule, self._add)
         # Keras saves it beside the state.
         self._loss_scale_state = saving.OwnState(self._saved_variables)
 
     @property
     def loss_scale(self) -> Any:
         """The current scale: a float, or a tensor in a compiled function."""
-        variables = self._scale_variables()
-        if not all(map(keras_variables.is_host_readable, variables)):
+        scale = self._state.held.scale
+        if not all(map(keras_variables.is_host_readable, scale)):
             return self.rule_scale()
         # NumPy cannot read a mirrored value inside a strategy's scope.
-        values = map(keras_variables.host_value, variables)
-        state = self._state_type(*values)
-        return float(self.rule.current(state))
+        read = keras_variables.host_value
+        return float(self.rule.current(self._state.scale_by(read)))
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
         wanted = np.float32(_arguments.positive("loss_scale", value))
-        state = self.rule.init()._replace(scale=wanted)
-        if float(self.rule.current(state)) != wanted:
+        scale = self.rule.init()._replace(scale=wanted)
+        if float(self.rule.current(scale)) != wanted:
             raise ValueError(
                 f"{self.rule!r} does not allow this loss scale. "
                 f"Received: loss_scale={value!r}."
             )
-        self._assign_scale(state)
-
-    @property
-    def skipped_steps(self) -> int:
-        """The number of skipped steps; reading it waits for the device."""
-        return int(_host(self._skipped_steps))
+        for variable, new in zip(self._state.held.scale, scale, strict=True):
+            variable.assign(new)
 
     @property
     def skips(self) -> keras.Variable:
         """The variable that holds `skipped_steps`."""
-        return self._skipped_steps
+        skips: keras.Variable = self._state.held.skipped_steps
+        return skips
 
     @property
     def applies(self) -> keras.Variable:
         """The variable that counts the calls of the inner `apply`."""
         return optimizers.applies(self)
-
-    @property
-    def consecutive_skips(self) -> int:
-        """Skipped steps since the last applied one; waits for the device."""
-        return int(_host(self._consecutive_skips))
-
-    @property
-    def overflow_counts(self) -> dict[str, int]:
-        """Skipped steps per variable; reading it waits for the device."""
-        if not self.built:
-            return {}
-        counts = _host(self._overflow_counts).tolist()
-        paths = optimizers.paths(self._model_variables)
-        return dict(zip(paths, counts, strict=True))
 
     @property
     def data_skips(self) -> int | None:
@@ -266,7 +255,7 @@ class LossScaleOptimizer(
         losses = self._losses
         if losses is None or not self._tells_data(losses):
             return None
-        return int(_host(self._data_skips))
+        return int(state.on_host(self._state.held.data_skips))
 
     @property
     def gradient_norm(self) -> float:
@@ -275,8 +264,8 @@ class LossScaleOptimizer(
         It is NaN until `keep_gradient_norm` was called and a step applied.
         Reading it waits for the device.
         """
-        kept = self._gradient_norm
-        return float("nan") if kept is None else float(_host(kept))
+        kept = self._state.held.gradient_norm
+        return float("nan") if kept is None else float(state.on_host(kept))
 
     def keep_gradient_norm(self) -> bool:
         """Makes each step store the norm of its gradients in `gradient_norm`.
@@ -311,14 +300,9 @@ class LossScaleOptimizer(
                     f"gradient_accumulation_steps={steps!r} in "
                     f"{optimizer.name!r}. Leave out one of the two."
                 )
-        if self._gradient_norm is not None:
+        if self._state.held.gradient_norm is not None:
             return False
-        self._gradient_norm = self.add_variable(
-            shape=(),
-            initializer=keras.initializers.Constant(float("nan")),
-            dtype="float32",
-            name="gradient_norm",
-        )
+        self._state.keep_norm()
         return True
 
     def check_health(self, max_consecutive_skips: int = 50) -> None:
@@ -384,7 +368,7 @@ class LossScaleOptimizer(
             ValueError: If `jax.jit` would make a constant of it.
         """
         if not rules.is_constant(self.rule) and any(
-            map(keras_variables.becomes_constant, self._scale_variables())
+            map(keras_variables.becomes_constant, self._state.held.scale)
         ):
             raise ValueError(
                 "JAX is compiling this function, and the values of "
@@ -395,26 +379,12 @@ class LossScaleOptimizer(
                 f"{self.name!r}'s `scale_loss`, `unscale_gradients`, "
                 "`current_scale` or `loss_scale`."
             )
-        return self.rule.current(self._scale_state())
+        scale = self._state.scale_by(lambda variable: variable.value)
+        return self.rule.current(scale)
 
     def place(self) -> Any:
-        """Returns what multiplies the power of two inside a model, first 1.0.
-
-        It is the loss scale divided by its first value: a number, or a float32
-        scalar tensor that is not copied to the host. It is `None` where JAX
-        would make a constant of it.
-        """
-        if rules.is_constant(self.rule):
-            return 1.0
-        values = [
-            *map(keras_variables.value_in_scopes, self._scale_variables())
-        ]
-        if any(value is None for value in values):
-            return None
-        return self._place_of(self._state_type(*values))
-
-    def _place_of(self, state: Any) -> Any:
-        return self.rule.current(state) / self.rule.init()[0]
+        """Returns where gradients lie inside a model; see `State.place`."""
+        return self._state.place()
 
     @tracing.untouched
     def unscale_gradients(self, grads: Sequence) -> list:
@@ -507,7 +477,7 @@ class LossScaleOptimizer(
         if not unscaled:
             losses = self._of_losses()
             unscaled = not losses.are_gradients_scaled(self, warns=True)
-        if keras_variables.becomes_constant(self._skipped_steps):
+        if keras_variables.becomes_constant(self.skips):
             raise ValueError(
                 "`apply` cannot assign variables inside a function that JAX "
                 "compiles. Write `optimizer.stateless_apply("
@@ -635,14 +605,12 @@ class LossScaleOptimizer(
 
         def create() -> None:
             self.inner_optimizer.build(variables)
-            self._overflow_counts = self._counter(
-                "overflow_counts", len(variables)
-            )
+            self._state.build(self.inner_optimizer.name, variables)
 
         # TensorFlow traces a function that creates variables a second time.
         replicas.once_for_all(create, variables)
         optimizers.remember(self, variables)
-        placing.note(self, variables)
+        placing.note(self._state, variables)
         self.built = True
 
     def save_own_variables(self, store: Any) -> None:
@@ -687,7 +655,7 @@ class LossScaleOptimizer(
             Boolean scalar tensor, not copied to the host; true before the first
             call.
         """
-        return ops.equal(self._consecutive_skips.value, 0)
+        return ops.equal(self._state.held.consecutive_skips.value, 0)
 
     def _of_losses(self) -> _Losses:
         """Returns whether the optimizer multiplies losses by its scale."""
@@ -725,31 +693,20 @@ class LossScaleOptimizer(
         if keras.backend.backend() == "tensorflow":
             replicas.check_replica_context()
         with replicas.one_replica(self.variables + own):
-            state = self._state()
-        current = rule.current(state.scale)
+            scale = self._state.scale_by(keras_variables.reader())
+        current = rule.current(scale)
 
         def count(applied: Any, bad: Any, true: list, summed: list) -> None:
             norm = None
-            if self._gradient_norm is not None:
+            if self._state.held.gradient_norm is not None:
                 norm = gradients.norm(true, variables)
-            is_data = applied is not True and placing.stays(
-                self._blames_data(
-                    gradients.without_values(summed, variables), unscaled
-                ),
-                state.consecutive_skips,
-            )
-            after = state.after(rule, applied, bad, norm, is_data)
-            self._assign(state, after)
-            if not rules.is_constant(rule):
-                placing.tell(self, variables, self._place_of(after.scale))
-            # The line after an epoch of `fit` says more.
-            if applied is False and not context_values.block.get().in_fit:
-                standstill.warn_of_eighth(
-                    inner.name,
-                    optimizers.paths(own),
-                    int(after.consecutive_skips),
-                    bad,
-                )
+
+            def is_data() -> Any:
+                each = gradients.without_values(summed, variables)
+                return self._blames_data(each, unscaled)
+
+            self._state.count(applied, bad, variables, is_data, norm)
+            self._state.warn(applied, bad)
 
         by_scale = functools.partial(gradients.unscaled, scale=current)
         finite.take(
@@ -791,33 +748,19 @@ class LossScaleOptimizer(
         is_off = isinstance(self.rule, rules.NoLossScale)
         return not (losses.are_scaled or is_off)
 
-    def _create_state(self, rule: rules.LossScale) -> None:
-        """Creates the variables of the rule's state."""
-        # A function that was compiled before the first step reads it.
-        self.rule = rule
-        initial = rule.init()
-        self._state_type = type(initial)
-        # Keras's order lets its files be read by position.
-        fields = sorted(initial._fields, key=lambda name: name != "good_steps")
-        for field in fields:
-            value = getattr(initial, field)
-            whole = isinstance(value, numbers.Integral)
-            variable = self.add_variable(
-                shape=np.shape(value),
-                dtype="int" if whole else "float32",
-                initializer=functools.partial(_filled, value),
-                name=_KERAS_NAMES.get(field, field),
-            )
-            # Keras tracks what is assigned, and must track what it made only
-            # once.
-            setattr(self, _attribute(field), variable)
-        self._skipped_steps = self._counter("skipped_steps")
-        self._consecutive_skips = self._counter("consecutive_skips")
-        self._data_skips = self._counter("data_skips")
-
-    def _counter(self, name: str, *shape: int) -> keras.Variable:
-        zeros = functools.partial(_filled, 0)
-        return self.add_variable(shape, zeros, "int32", name=name)
+    def _add(self, name: str, value: Any, dtype: str) -> keras.Variable:
+        """Adds a variable of the state."""
+        variable = self.add_variable(
+            shape=np.shape(value),
+            dtype=dtype,
+            initializer=functools.partial(_filled, value),
+            name=_KERAS_NAMES.get(name, name),
+        )
+        of_rule = name in self.rule.init()._fields
+        attribute = f"_loss_scale_{name}" if of_rule else f"_{name}"
+        # Keras tracks what is assigned, and must track what it made only once.
+        setattr(self, _KERAS_NAMES.get(name, attribute), variable)
+        return variable
 
     @property
     def _model_variables(self) -> list[keras.Variable]:
@@ -826,51 +769,13 @@ class LossScaleOptimizer(
 
     def _saved_variables(self) -> list[keras.Variable]:
         # A file holds the same state with the norm and without.
-        unused = self._gradient_norm, *optimizers.unused(self)
+        norm = self._state.held.gradient_norm
+        unused = norm, *optimizers.unused(self)
         return [
             variable
             for variable in optimizers.own_variables(self)
             if not any(variable is each for each in unused)
         ]
-
-    def _scale_variables(self) -> list[keras.Variable]:
-        return [vars(self)[_attribute(n)] for n in self._state_type._fields]
-
-    def _scale_state(self) -> Any:
-        """Returns the rule's state as its named tuple of variables' values."""
-        return self._state_type(*(v.value for v in self._scale_variables()))
-
-    def _assign_scale(self, state: Any) -> None:
-        for variable, value in zip(self._scale_variables(), state, strict=True):
-            variable.assign(value)
-
-    def _state(self) -> rules.StepState:
-        """Returns the values of the state: numbers, if the step is eager."""
-        # Each operation on a scalar would take longer than its copy.
-        value = keras_variables.number_or_value
-        scale = self._state_type(*map(value, self._scale_variables()))
-        rest = [None if v is None else value(v) for v in self._counters()]
-        return rules.StepState(scale, *rest)
-
-    def _counters(self) -> tuple[keras.Variable | None, ...]:
-        """Returns the variables of a `StepState` after its scale."""
-        return (
-            self._skipped_steps,
-            self._consecutive_skips,
-            self._overflow_counts,
-            self._data_skips,
-            self._gradient_norm,
-        )
-
-    def _assign(self, before: rules.StepState, after: rules.StepState) -> None:
-        """Assigns the state after a step, except numbers that stay."""
-        variables = *self._scale_variables(), *self._counters()
-        olds = *before.scale, *before[1:]
-        news = *after.scale, *after[1:]
-        for variable, old, new in zip(variables, olds, news, strict=True):
-            stays = rules.is_number(new) and np.array_equal(old, new)
-            if variable is not None and not stays:
-                variable.assign(new)
 
 
 def scalers(model: keras.Model) -> list[LossScaleOptimizer]:
@@ -948,20 +853,3 @@ def _filled(value: Any, shape: tuple, dtype: str | None = None) -> Any:
     import jax
 
     return jax.device_put(array)
-
-
-def _attribute(field: str) -> str:
-    return _KERAS_NAMES.get(field, f"_loss_scale_{field}")
-
-
-def _host(variable: keras.Variable) -> np.ndarray:
-    if not keras_variables.is_host_readable(variable):
-        raise ValueError(
-            "This function is being compiled, and counters are numbers on the "
-            f"host. Received: a call that reads {variable.path!r} in it. Read "
-            "`skipped_steps`, `consecutive_skips`, `overflow_counts` and "
-            "`gradient_norm`, and call `check_health`, outside the compiled "
-            "function, between two steps; in it, `last_step_applied()` "
-            "returns whether the step was applied."
-        )
-    return keras_variables.host_value(variable)

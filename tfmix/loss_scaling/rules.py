@@ -3,7 +3,6 @@
 import abc
 import dataclasses
 import math
-import numbers
 from typing import Any, NamedTuple
 
 import keras
@@ -11,6 +10,7 @@ import numpy as np
 from keras import ops
 
 from tfmix import _arguments
+from tfmix._keras import kernels
 
 
 class LossScaleState(NamedTuple):
@@ -89,8 +89,8 @@ class LossScale(abc.ABC):
         stored = state.scale
         initial = _constant_like(self.init()[0], stored)
         # Any comparison with NaN is false.
-        positive = _select(stored > 0, stored, initial)
-        return _select(positive < math.inf, positive, initial)
+        positive = kernels.select(stored > 0, stored, initial)
+        return kernels.select(positive < math.inf, positive, initial)
 
     def get_config(self) -> dict:
         """Returns the settings as keyword arguments of the constructor."""
@@ -202,26 +202,27 @@ class DynamicLossScale(LossScale):
         stored = state.scale
         initial = _constant_like(np.float32(self.initial_scale), stored)
         # NaN is the only value that does not equal itself.
-        return self._bounded(_select(stored == stored, stored, initial))
+        return self._bounded(kernels.select(stored == stored, stored, initial))
 
     def update(self, state: Any, finite: Any) -> LossScaleState:
         """Returns the state after a step; see the class for the rule."""
+        select = kernels.select
         scale = self.current(state)
         good_steps = state.good_steps + 1
         overflows = state.overflows + 1
         grows = good_steps >= self.growth_steps
         shrinks = overflows >= self.hysteresis
         zero = good_steps * 0
-        grown = _select(grows, self._bounded(scale * self.growth_factor), scale)
+        grown = select(grows, self._bounded(scale * self.growth_factor), scale)
         backoff = self._bounded(scale * self.backoff_factor)
         return LossScaleState(
-            scale=_select(finite, grown, _select(shrinks, backoff, scale)),
-            good_steps=_select(finite, _select(grows, zero, good_steps), zero),
-            overflows=_select(finite, overflows * 0, overflows),
+            scale=select(finite, grown, select(shrinks, backoff, scale)),
+            good_steps=select(finite, select(grows, zero, good_steps), zero),
+            overflows=select(finite, overflows * 0, overflows),
         )
 
     def _bounded(self, scale: Any) -> Any:
-        if is_number(scale):
+        if kernels.is_known(scale):
             return np.float32(min(max(scale, self.min_scale), self.max_scale))
         return ops.clip(scale, self.min_scale, self.max_scale)
 
@@ -287,86 +288,9 @@ class NoLossScale(_ConstantLossScale):
     """
 
 
-class StepState(NamedTuple):
-    """The part of an optimizer's state that each step updates.
-
-    Attributes:
-        scale: The rule's state, a named tuple of scalars.
-        skipped_steps: Int32 scalar, steps not applied so far.
-        consecutive_skips: Int32 scalar, skipped steps since the last applied
-            one.
-        overflow_counts: Int32 vector, for each variable the number of skipped
-            steps in which its gradient was not finite.
-        data_skips: Int32 scalar, skipped steps of `after`'s `is_data`.
-        gradient_norm: Float32 scalar, the norm of the last applied step's
-            gradients; `None` if it is not kept.
-    """
-
-    scale: Any
-    skipped_steps: Any
-    consecutive_skips: Any
-    overflow_counts: Any
-    data_skips: Any
-    gradient_norm: Any = None
-
-    def after(
-        self,
-        rule: LossScale,
-        applied: Any,
-        bad: Any,
-        norm: Any,
-        is_data: Any,
-    ) -> "StepState":
-        """Returns the state after a step.
-
-        Args:
-            rule: The rule of the loss scale.
-            applied: Bool or boolean scalar tensor, whether it was applied.
-            bad: Boolean vector, the variables with a gradient not finite.
-            norm: Float32 scalar, of the unscaled gradients; `None` if not kept.
-            is_data: Bool or boolean scalar tensor, whether the step is skipped
-                because the data or the loss is not finite. No scale helps then,
-                so the scale does not change.
-        """
-        scale, of_data = rule.update(self.scale, applied), 0
-        if is_data is not False:
-            scale = _select_all(is_data, self.scale, scale)
-            of_data = _select(is_data, 1, 0)
-        if norm is not None:
-            norm = _select(applied, norm, self.gradient_norm)
-        return StepState(
-            scale=scale,
-            skipped_steps=self.skipped_steps + _select(applied, 0, 1),
-            consecutive_skips=_select(
-                applied, self.consecutive_skips * 0, self.consecutive_skips + 1
-            ),
-            overflow_counts=self.overflow_counts
-            + _select(applied is True, 0, ops.cast(bad, "int32")),
-            data_skips=self.data_skips + of_data,
-            gradient_norm=norm,
-        )
-
-
 def is_constant(rule: LossScale) -> bool:
     """Returns whether a scale stays as it is."""
     return isinstance(rule, _ConstantLossScale)
-
-
-def _select_all(condition: Any, if_true: Any, if_false: Any) -> Any:
-    pairs = zip(if_true, if_false, strict=True)
-    return type(if_true)(*(_select(condition, *pair) for pair in pairs))
-
-
-def _select(condition: Any, if_true: Any, if_false: Any) -> Any:
-    """Returns one of two values, numbers or scalar tensors."""
-    if is_number(condition):
-        return if_true if condition else if_false
-    return ops.where(condition, if_true, if_false)
-
-
-def is_number(value: Any) -> bool:
-    """Returns whether a value is known now, rather than a tensor."""
-    return isinstance(value, numbers.Number | np.generic | np.ndarray)
 
 
 def _store(loss_scale: LossScale, name: str, value: float | int) -> None:
@@ -376,7 +300,7 @@ def _store(loss_scale: LossScale, name: str, value: float | int) -> None:
 
 def _constant_like(number: np.float32, like: Any) -> Any:
     """Returns the number in the form of `like`: a number or a tensor."""
-    return number if is_number(like) else ops.convert_to_tensor(number)
+    return number if kernels.is_known(like) else ops.convert_to_tensor(number)
 
 
 def of_arguments(

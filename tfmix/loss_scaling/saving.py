@@ -68,7 +68,8 @@ def read(
     """Reads the state of a run with tfmix, with Keras's scaler, or with none.
 
     It warns if the state does not fit, like Keras, because weights can be
-    loaded into any model.
+    loaded into any model. If the optimizer is not built, Keras's warning is
+    enough, and says what it says without loss scaling.
 
     Args:
         store: Maps positions, as strings, to arrays, as Keras opens a file.
@@ -88,10 +89,13 @@ def read(
                 for one in wrapped:
                     optimizers.expect_no_state(one)
             return
+    if not (optimizer.built or isinstance(store, dict)):
+        # Keras asks the inner optimizer next, which says so.
+        return
     if not optimizer.built:
         reason = (
-            "it is not built yet; to restore its state as well, call "
-            "`optimizer.build(model.trainable_variables)` before loading"
+            "it is not built yet; call "
+            "`optimizer.build(model.trainable_variables)`, and load it again"
         )
     elif not arrays:
         reason = "the file holds no optimizer state"

@@ -359,7 +359,7 @@ def _check_inner(
 ) -> keras.optimizers.Optimizer:
     """Returns the optimizer to wrap; raises an error if it does not fit."""
     optimizer = inner_attributes.checked(optimizer)
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    if isinstance(optimizer, optimizers.KerasScaler):
         raise ValueError(
             f"{wrapper} goes inside the loss-scale optimizer, where gradients "
             "are unscaled and finite. Received: inner_optimizer="

@@ -210,41 +210,35 @@ def apply_if_finite(
     if isinstance(applied, bool):
         if applied:
             update()
-    elif keras.backend.backend() == "jax":
-        with keras_variables.only_if(applied, variables):
-            update()
     elif tracing.by_xla():
-        before = [(v, keras_variables.read(v)) for v in variables]
-        with keras_variables.selecting(applied, variables) as is_selected:
+        with keras_variables.selecting(applied, variables):
             update()
-        restore_unless(applied, [p for p in before if not is_selected(p[0])])
     else:
         tf.cond(applied, _then(update), _then(None))
     return applied, bad
 
 
-def restore_unless(applied: Any, pairs: Iterable[tuple[Any, Any]]) -> None:
+def restore_unless(applied: Any, pairs: Sequence[tuple[Any, Any]]) -> None:
     """Restores the values of variables, unless a step was applied.
 
     Args:
         applied: Bool or boolean scalar tensor.
-        pairs: Variables, each with its value before the step.
+        pairs: The variables that were `written`, each with its value before the
+            step.
     """
-    these = written(pairs)
     applied = _known(applied)
 
-    def restore() -> None:
-        for variable, old in these:
-            variable.assign(old)
+    def restore(stays: Any = False) -> None:
+        for variable, old in pairs:
+            new = keras_variables.read(variable)
+            variable.assign(kernels.select(stays, new, old))
 
     if isinstance(applied, bool):
         if not applied:
             restore()
     elif tracing.by_xla():
-        for variable, old in these:
-            new = keras_variables.read(variable)
-            variable.assign(kernels.selected(applied, new, old))
-    elif these:
+        restore(applied)
+    elif pairs:
         tf.cond(applied, _then(None), _then(restore))
 
 

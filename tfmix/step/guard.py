@@ -23,6 +23,7 @@ from tfmix._keras import (
     context_values,
     files,
     global_state,
+    kernels,
     layers,
     optimizers,
     replacing,
@@ -555,7 +556,7 @@ def _mended(pairs: list) -> list:
     def mended(variable: Any, old: Any) -> Any:
         new = keras_variables.read(variable)
         stays = _is_lost(new, old) if gradients.is_float(old) else begins_lost
-        return ops.where(stays, new, old)
+        return kernels.select(stays, new, old)
 
     return [(variable, mended(variable, old)) for variable, old in pairs]
 
@@ -609,7 +610,8 @@ def statistics_kept_finite(
             # This is fused with the kernel that computes the value.
             if gradients.is_float(old):
                 new = keras_variables.read(variable)
-                variable.assign(ops.where(_is_lost(old, new), old, new))
+                lost = _is_lost(old, new)
+                variable.assign(kernels.select(lost, old, new))
 
 
 def _any_lost(written: list) -> Any:

@@ -10,6 +10,7 @@ import keras
 
 from tfmix import _arguments, _formats, _messages
 from tfmix._keras import layers, variables
+from tfmix._keras import optimizers as keras_optimizers
 from tfmix.gradient_scaling import model_call
 from tfmix.loss_scaling import errors, rules, standstill
 from tfmix.loss_scaling import optimizer as scaling
@@ -297,7 +298,7 @@ def _has_scale(model: keras.Model) -> bool:
     optimizer = getattr(model, "optimizer", None)
     if scaling.scalers(model):
         return True
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    if isinstance(optimizer, keras_optimizers.KerasScaler):
         raise TypeError(
             "LossScaleMonitor needs tfmix.LossScaleOptimizer, which counts "
             "skipped steps; Keras's own class does not. Received: "

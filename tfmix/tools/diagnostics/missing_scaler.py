@@ -3,7 +3,7 @@
 import keras
 
 from tfmix import _formats
-from tfmix._keras import layers, replacing
+from tfmix._keras import layers, optimizers, replacing
 
 
 def warning(model: keras.Model) -> str:
@@ -17,7 +17,7 @@ def warning(model: keras.Model) -> str:
     optimizer = getattr(model, "optimizer", None)
     if (
         optimizer is None
-        or isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        or isinstance(optimizer, optimizers.KerasScaler)
         or getattr(optimizer, "loss_scale_factor", None)
         or replacing.part(model, replacing.RULES) is not None
         or not layers.computes_in(model, "float16")
