@@ -439,3 +439,48 @@ def test_second_gradients_beside_a_frozen_layer_are_those_of_float32(frozen):
         np.testing.assert_allclose(
             right, ours, rtol=0.02, atol=0.01 * np.max(np.abs(ours))
         )
+
+
+class Counts(keras.layers.Layer):
+    """Counts how often its code runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.runs = 0
+
+    def call(self, x):
+        self.runs += 1
+        return keras.ops.tanh(x)
+
+
+def slope_of_slopes(model):
+    """Takes a gradient of a gradient by the inputs."""
+    if ON_JAX:
+        import jax
+
+        def squares(x):
+            slope = jax.grad(lambda x: keras.ops.sum(model(x) ** 2))(x)
+            return keras.ops.sum(slope**2)
+
+        return jax.grad(squares)(keras.ops.convert_to_tensor(X))
+    import tensorflow as tf
+
+    x = tf.constant(X)
+    with tf.GradientTape() as outer:
+        outer.watch(x)
+        with tf.GradientTape() as inner:
+            inner.watch(x)
+            found = tf.reduce_sum(model(x, training=True) ** 2)
+        slope = inner.gradient(found, x)
+        size = tf.reduce_sum(slope**2)
+    return outer.gradient(size, x)
+
+
+def test_a_gradient_of_a_gradient_runs_the_model_once():
+    model, counts = dense(8), Counts()
+    model.add(counts)
+    model.add(keras.layers.Dense(1))
+    model(X)
+    before = counts.runs
+    assert np.isfinite(slope_of_slopes(model)).all()
+    assert counts.runs == before + 1
