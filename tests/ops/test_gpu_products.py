@@ -152,8 +152,8 @@ def test_small_gradients_leave_together_and_say_why():
         stack[2].kernel.assign(tf.fill((4, 4), 6e4))
         lost = gradients(x, x)
     found = types(graph)
-    # Two for all gradients, and one that chooses the power of two.
-    assert found["SelectV2"] == 2 + 1
+    # Two for all gradients, and two that choose the power of two.
+    assert found["SelectV2"] == 2 + 2
     assert all(np.isfinite(gradient).all() for gradient in fine)
     assert all(np.isnan(gradient).all() for gradient in bad)
     assert np.isposinf(lost[0]).all()

@@ -299,7 +299,7 @@ def _may_join(tensor: Any, factor: Any) -> bool:
     return (
         tensor.dtype == tf.float32
         and (factor is None or isinstance(factor, float))
-        and tracing.in_graph_without_xla()
+        and tracing.by_gpu_kernels()
         and unscaled_gradients.is_small(tensor)
     )
 
