@@ -166,6 +166,12 @@ def become_infinite(gradients: Sequence) -> list[bool]:
     return small if any(small) else [True] * len(gradients)
 
 
+def is_small(gradient: Any) -> bool:
+    """Returns whether a gradient is known to hold few numbers."""
+    size = gradient.shape.num_elements()
+    return size is not None and size <= _SMALL
+
+
 def blames_data(gradients: Sequence, both: Callable) -> Any:
     """Returns whether gradients are not finite because the loss was not.
 
