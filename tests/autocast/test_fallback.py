@@ -694,3 +694,33 @@ def test_an_error_that_no_dtype_mends_is_raised_as_it_is(error):
     with pytest.raises(error, match="not because of a dtype"):
         layer(np.ones((2, 3), "float32"))
     assert layer.compute_dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        keras.layers.Dropout,
+        keras.layers.SpatialDropout1D,
+        keras.layers.AlphaDropout,
+        keras.layers.GaussianDropout,
+        keras.layers.GaussianNoise,
+    ],
+)
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_dropout_stays_in_16_bit(layer, policy, caplog):
+    tfmix.set_global_policy(policy)
+    made = layer(0.5)
+    found = made(np.ones((2, 3, 4), "float32"), training=True)
+    dtype = policy.removeprefix("mixed_")
+    assert keras.backend.standardize_dtype(found.dtype) == dtype
+    assert made.compute_dtype == dtype
+    assert not warnings_in(caplog)
+
+
+def test_a_quotient_by_a_number_is_a_product():
+    tfmix.set_global_policy("mixed_float16")
+    x = keras.ops.cast(np.ones((2, 3)), "float16")
+    for result in (x / 0.7, keras.ops.divide(x, 8)):
+        assert keras.backend.standardize_dtype(result.dtype) == "float16"
+    for result in (1 / x, x / x, x / 1e-9):
+        assert keras.backend.standardize_dtype(result.dtype) == "float32"

@@ -50,6 +50,7 @@ _TAKES_VALUES = frozenset(
 _JOINS = frozenset(
     ("concatenate", "stack", "append", "hstack", "vstack", "dstack")
 )
+_QUOTIENTS = frozenset(("divide", "true_divide"))
 # Ids, times and raw features lose digits in a cast, which show after these.
 _ARITHMETIC = frozenset(
     (
@@ -363,6 +364,9 @@ def decide(call: Call) -> Any:
         return _made(call)
     if call.is_sparse:
         return call.as_it_came()
+    if call.op.name in _QUOTIENTS and _divides_by_number(call):
+        # It is a product with the reciprocal.
+        call.is_ruled = False
     if call.weights == len(call.tensors) and not call.has_wide:
         return _of_weights(call)
     name = call.op.name
@@ -413,6 +417,10 @@ def _in_float32(call: Call) -> Any:
         # Statistics beside the input may be float32.
         return tensors.rounded(result, call.dtype)
     return result
+
+
+def _divides_by_number(call: Call) -> bool:
+    return len(call.args) > 1 and isinstance(call.args[1], _NUMBERS)
 
 
 def _casts_in_each_step() -> bool:
