@@ -123,7 +123,7 @@ def test_without_averages_keras_raises_its_error():
 
 
 @pytest.mark.costly
-def test_weights_loaded_before_the_first_step_get_one_warning_from_each(
+def test_weights_loaded_before_the_first_step_get_keras_warning(
     tmp_path, caplog
 ):
     model, _ = fitted("masters")
@@ -134,4 +134,5 @@ def test_weights_loaded_before_the_first_step_get_one_warning_from_each(
     with pytest.warns(UserWarning, match="Skipping") as warned:
         fresh.load_weights(tmp_path / "a.weights.h5")
     assert sum("Skipping" in str(each.message) for each in warned) == 1
-    assert len([m for m in caplog.messages if "is not built" in m]) == 1
+    # Keras's own says that the optimizer was not built.
+    assert not [m for m in caplog.messages if "is not built" in m]

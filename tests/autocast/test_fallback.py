@@ -616,7 +616,7 @@ def test_code_that_fails_runs_once_more_however_deep_it_is(
     error, message, depth
 ):
     with tfmix.policy_scope("mixed_float16"):
-        layer = RaisesInHalf(error)
+        layer = Raises(error)
         for _ in range(depth):
             layer.built = True
             layer = Raises(inner=layer)
@@ -724,3 +724,14 @@ def test_a_quotient_by_a_number_is_a_product():
         assert keras.backend.standardize_dtype(result.dtype) == "float16"
     for result in (1 / x, x / x, x / 1e-9):
         assert keras.backend.standardize_dtype(result.dtype) == "float32"
+
+
+@pytest.mark.parametrize("layer", ["LSTM", "GRU", "SimpleRNN", "ConvLSTM1D"])
+def test_a_recurrent_layer_stays_in_16_bit(layer, caplog):
+    tfmix.set_global_policy("mixed_float16")
+    is_convolution = layer == "ConvLSTM1D"
+    made = getattr(keras.layers, layer)(4, *[3] * is_convolution)
+    shape = (2, 5, *[6] * is_convolution, 3)
+    found = made(np.ones(shape, "float32"))
+    assert keras.backend.standardize_dtype(found.dtype) == "float16"
+    assert not warnings_in(caplog)

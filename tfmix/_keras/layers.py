@@ -16,8 +16,14 @@ from keras.src.models import functional
 from tfmix import _formats
 from tfmix._keras import global_state, version
 
-# This method runs the time steps of a recurrent layer.
-LOOP = (keras.layers.RNN, "inner_loop")
+# This method runs the time steps of a recurrent layer. Two layers have one of
+# their own, which first tries a function of the backend for all steps.
+_LOOP = "inner_loop"
+LOOPS = tuple(
+    (kind, _LOOP)
+    for kind in (keras.layers.RNN, keras.layers.LSTM, keras.layers.GRU)
+    if _LOOP in vars(kind)
+)
 # The base class of preprocessing layers; its name changed after Keras 3.12.
 DATA_LAYER: type = keras.layers.Rescaling.__bases__[0]
 _BROKEN_BY_CASTS = (

@@ -65,7 +65,7 @@ METHODS = (
         always=True,
     ),
     # A loop would keep float32 sums of all its steps.
-    Method([layers.LOOP], weights.loop),
+    Method(layers.LOOPS, weights.loop),
     # A layer's state is what float32 computes.
     Method(
         [keras_variables.ASSIGN],
