@@ -50,12 +50,12 @@ WIDE = """
     prod cumprod square power exp sinh logspace
     log log1p sqrt rsqrt divide hypot erfinv arccos
     softmax log_softmax sigmoid softplus tanh
-    cholesky inv qr lstsq lu_factor solve svd fft rfft
+    cholesky inv lstsq lu_factor solve svd fft rfft
     categorical_crossentropy binary_crossentropy
 """.split()
 INSIDE = """
     layer_normalization rms_normalization dot_product_attention average_pool
-    selu hard_silu take_along_axis broadcast_to repeat tile
+    selu hard_silu take_along_axis broadcast_to repeat tile qr
 """.split()
 OTHERS = "add multiply maximum where reshape concatenate relu gelu sin".split()
 
