@@ -7,7 +7,7 @@ import keras
 from tfmix import _arguments, _formats, _tables
 from tfmix._keras import graphs, layers
 from tfmix.autocast import fallback
-from tfmix.conversion import advice, planned_policies
+from tfmix.conversion import dtype_notes, planned_policies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ def summary(model: keras.Model) -> ModelSummary:
     computing = {*map(id, layers.that_compute(model))}
     every = layers.flat_layers(model)
     listed = [layer for layer in every if id(layer) in computing]
-    notes = (*fallback.reasons(model), *advice.last_activations(model))
+    notes = (*fallback.reasons(model), *dtype_notes.last_activations(model))
     return ModelSummary(tuple(map(_row, listed)), notes)
 
 

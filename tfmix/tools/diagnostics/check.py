@@ -15,7 +15,7 @@ from tfmix import _bad_rows, _formats, _messages, _progress
 from tfmix._keras import graphs, layers, tracing
 from tfmix.autocast import fallback, global_policy
 from tfmix.autocast import record as mixed_model
-from tfmix.conversion import advice, planned_policies
+from tfmix.conversion import dtype_notes, planned_policies
 from tfmix.float8 import chosen_layers
 from tfmix.gradient_scaling import outermost
 from tfmix.loss_scaling import optimizer as scaling
@@ -146,7 +146,7 @@ def _run(
             batch, sixteen, limits, rule, has_policy, show
         )
         float8 = _float8(batch)
-        ends = advice.last_activations(batch.model, sixteen)
+        ends = dtype_notes.last_activations(batch.model, sixteen)
     bad = [*map(_bad_data, bad_rows), *_bad_weights(batch.model)]
     if bad:
         # If no row is fine, bad rows explain everything that is not finite.
