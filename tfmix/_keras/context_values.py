@@ -24,14 +24,10 @@ class Block:
             else `None`.
         gates: The gates of the model's call that runs, `None` if there are
             none.
-        asked: The `id`s of the tensors whose gradients a tape forms now.
         power: The power of two of the gradients that are formed now, `None`
             if they are unscaled.
         in_fit: Whether `fit`, or another method of a model, runs its step, so
             that a line after the epoch reports skipped steps.
-        in_inference: Whether Keras runs a step of `evaluate` or `predict`.
-        unasked: A token of the trace whose gradient nobody can ask for, `None`
-            if there is none (JAX).
         fit: The callback that reports the skipped steps of the `fit` around,
             `None` outside of one.
         in_loop: Whether the code runs in each step of a loop.
@@ -52,11 +48,8 @@ class Block:
     around: Any = None
     place_of_step: Any = None
     gates: Any = None
-    asked: frozenset[int] = frozenset()
     power: Any = None
     in_fit: bool = False
-    in_inference: bool = False
-    unasked: Any = None
     fit: Any = None
     in_loop: bool = False
     in_map: bool = False

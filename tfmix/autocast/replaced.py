@@ -40,8 +40,8 @@ def _recomputed(original: Callable) -> Any:
 if keras.backend.backend() == "tensorflow":
     _OF_BACKEND: tuple[Method, ...] = (
         # A user may ask for the gradient of the 16-bit copy of a tensor.
-        Method(tapes.GRADIENTS, late(tapes.noting_sources), always=True),
-        Method(tapes.OF_GRAPHS, late(tapes.without_rules), always=True),
+        Method(tapes.WATCH, late(exact_values.watching), always=True),
+        Method(tapes.GRADIENTS, late(tapes.without_rules), always=True),
         # A graph that was traced without a tape has no gates.
         Method(tapes.TRACE, late(tapes.traced_for_gradients), always=True),
     )

@@ -329,15 +329,15 @@ def _with_gradient(
 
     def of_all(upstream: Any) -> list:
         with context_values.holding(rules=context_values.NO_RULES):
-            total = tapes.shared(copy, of_weight(upstream, narrow))
+            total = of_weight(upstream, narrow)
             if not tapes.is_recorded():
-                return [upstream, None, *total]
+                return [upstream, None, total]
             # The gradient of this one needs to know the weight.
-            again = _known_copy(copy, weight)
+            again = kernels.cast(weight, copy.dtype)
             pulled = _pulled(lambda x: function(x, again), inputs, upstream)
-            return [None, pulled, *total]
+            return [None, pulled, total]
 
-    sources = [result, inputs, tapes.local(copy), weight]
+    sources = [result, inputs, weight]
     (result,) = tapes.replaced([result], sources, [], of_all)
     return result
 
@@ -373,23 +373,18 @@ def _recorded(
 
     def of_sources(upstream: Any) -> list:
         with context_values.holding(rules=context_values.NO_RULES):
-            total = tapes.shared(copy, of_weight(upstream, copy))
+            total = [of_weight(upstream, copy)]
             if not reaches_inputs:
                 return total
             factor = copy
             if tapes.is_recorded():
                 # The gradient of this one needs to know the weight.
-                factor = _known_copy(copy, weight)
+                factor = kernels.cast(weight, copy.dtype)
             return [*total, of_inputs(upstream, factor)]
 
-    sources = [copy, weight, *([inputs] if reaches_inputs else [])]
+    sources = [weight, *([inputs] if reaches_inputs else [])]
     tapes.record_gradient(result, sources, of_sources)
     return result
-
-
-def _known_copy(copy: Any, weight: Any) -> Any:
-    """Returns a copy of a weight whose gradient reaches both."""
-    return kernels.cast(tapes.by_way_of(copy, weight), copy.dtype)
 
 
 def _of_wide_weight(
