@@ -108,36 +108,29 @@ def trained(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "copies"),
-    [
-        ((0.003, 0.004, 0.005), 5),
-        ((0.005, 0.040, 0.005), 2),
-        ((0.010, 0.060, 0.060), 1),
-        ((0.100, 0.400, 0.500), 1),
-    ],
+    ("seconds", "copies"), [(0.010, 5), (0.030, 2), (0.060, 1), (0.400, 1)]
 )
 def test_all_policies_train_on_as_many_images_as_there_is_time_for(
     seconds, copies, trained, monkeypatch, capsys
 ):
-    by_policy = dict(zip(demo.POLICIES, seconds, strict=True))
+    # Only float16 is timed: where formats are emulated it is the slowest.
     monkeypatch.setattr(
-        demo, "seconds_of_a_batch", lambda policy, data: by_policy[policy]
+        demo,
+        "seconds_of_a_batch",
+        lambda policy, data: {"mixed_float16": seconds}[policy],
     )
     report = demo.run(out=None)
-    assert trained == [
-        (policy, seed, copies * demo.SCANNED)
-        for policy in demo.POLICIES
-        for seed in (0, 1)
-    ] + [(demo.KERAS, 0, copies * demo.SCANNED)]
+    planned = [(p, seed) for p in demo.POLICIES for seed in (0, 1)]
+    # Keras's float16 has one seed.
+    planned.append((demo.KERAS, 0))
+    assert trained == [(*run, copies * demo.SCANNED) for run in planned]
     steps = copies * demo.SCANNED / demo.BATCH_SIZE * demo.EPOCHS
-    # Keras's float16 has one seed, and takes as long as ours.
-    together = demo.SEEDS * sum(seconds) + seconds[1]
-    assert steps * together <= demo.BUDGET or copies == 1
+    assert steps * len(planned) * seconds <= demo.BUDGET or copies == 1
     assert report.goal() == (demo.GOAL if copies == 5 else demo.GOAL_FOR_FEWER)
     out = capsys.readouterr().out
     # It prints as it goes, before the first training too.
-    assert out.splitlines()[0] == "timing a few batches of each policy"
-    assert f"float32: {1000 * seconds[0]:.1f} ms a batch" in out
+    assert out.splitlines()[0].startswith("timing a few batches in float16")
+    assert f"mixed_float16: {1000 * seconds:.1f} ms a batch" in out
     assert ("less to wait for" in out) is (copies < 5)
     assert "100%" in out
     demo.run(out=None, seeds=1, quiet=True)
