@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from keras import ops
 
-from tests import helpers, sixteen_bit, steps
+from tests import helpers, steps
+from tests.optimizers import sixteen_bit
 from tfmix.optimizers import bfloat16_optimizer, noise
 
 COUNT = 100_000

@@ -11,7 +11,7 @@ import pytest
 
 import tfmix
 from tests import helpers, steps
-from tests.sixteen_bit import X, coded, fit, model_of
+from tests.optimizers.sixteen_bit import X, coded, fit, model_of
 from tfmix.optimizers import low_memory
 
 MASTERS = tfmix.optimizers.MasterWeightOptimizer

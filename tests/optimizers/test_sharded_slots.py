@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import tfmix
-from tests import helpers, sixteen_bit
+from tests import helpers
+from tests.optimizers import sixteen_bit
 from tfmix.optimizers import eight_bit
 from tfmix.tools.hardware import compiled_text
 

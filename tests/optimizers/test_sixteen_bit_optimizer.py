@@ -9,8 +9,9 @@ import pytest
 from keras import ops
 
 import tfmix
-from tests import helpers, sixteen_bit, steps
-from tests.sixteen_bit import bits_of
+from tests import helpers, steps
+from tests.optimizers import sixteen_bit
+from tests.optimizers.sixteen_bit import bits_of
 from tfmix._keras import version
 from tfmix.optimizers import bfloat16_optimizer, low_memory, master_weights
 

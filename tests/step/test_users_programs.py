@@ -13,7 +13,7 @@ from keras import layers, ops
 
 import tfmix
 from tests import helpers, processes
-from tests.hardware.programs import skip_without
+from tests.tools.hardware.programs import skip_without
 from tfmix.tools.hardware import compilers
 from tfmix.tools.hardware import target as targets
 

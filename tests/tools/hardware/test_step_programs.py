@@ -9,7 +9,7 @@ from keras import layers, ops
 import tfmix
 from benchmarks import compiled_steps, overhead
 from tests import helpers
-from tests.hardware.programs import skip_without
+from tests.tools.hardware.programs import skip_without
 from tfmix._keras import kernels, tracing
 from tfmix.step import finite
 from tfmix.tools.hardware import compiled_text, compilers, lowering

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests import helpers
-from tests.diagnostics import faults
-from tests.hardware import test_step_page
+from tests.tools.diagnostics import faults
+from tests.tools.hardware import test_step_page
 from tfmix import _tables
 from tfmix.conversion import summary
 from tfmix.tools import cli

@@ -14,7 +14,7 @@ from keras import ops
 from rich import console
 
 import tfmix
-from tests.diagnostics import faults
+from tests.tools.diagnostics import faults
 from tfmix import _formats
 from tfmix.policy import policy as policies
 from tfmix.tools.callbacks import sampler

@@ -8,7 +8,8 @@ import keras
 import numpy as np
 import pytest
 
-from tests import helpers, processes, test_docs
+from tests import helpers, processes
+from tests.project import test_docs
 from tests.tree import ROOT
 
 FIRST_SCREEN = 55  # lines

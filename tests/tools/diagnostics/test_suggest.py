@@ -5,7 +5,7 @@ import dataclasses
 import keras
 import numpy as np
 
-from tests.diagnostics import faults
+from tests.tools.diagnostics import faults
 from tfmix.autocast import float32_output
 from tfmix.tools.diagnostics import check
 

@@ -6,7 +6,7 @@ import keras
 import pytest
 from matplotlib import colors
 
-from tests.diagnostics import faults
+from tests.tools.diagnostics import faults
 from tfmix.tools.callbacks import loss_scale_monitor
 from tfmix.tools.diagnostics import check, plotting
 

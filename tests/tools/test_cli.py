@@ -15,7 +15,7 @@ import pytest
 
 import tfmix
 from tests import helpers, processes
-from tests.hardware import programs
+from tests.tools.hardware import programs
 from tfmix.tools import cli, commands
 from tfmix.tools.hardware import compilers
 

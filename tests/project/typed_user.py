@@ -1,7 +1,7 @@
 """A user's program for type checkers; it never runs.
 
-`tests/test_typed_user.py` checks it with mypy from outside of the tree. A
-checker that does not see our types fails at `assert_type`.
+`test_typed_user.py` checks it with mypy from outside of the tree. A checker
+that does not see our types fails at `assert_type`.
 """
 
 from pathlib import Path

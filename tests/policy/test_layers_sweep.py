@@ -16,7 +16,7 @@ from benchmarks import (
 )
 from tfmix.policy import float32_layers
 
-DOCS = Path(__file__).parents[1] / "docs" / "what-stays-float32.md"
+DOCS = Path(__file__).parents[2] / "docs" / "what-stays-float32.md"
 # Layers and activations for which Keras itself is wrong, one of each kind.
 FAST = (
     ("UnitNormalization", "float16", "offset by 100"),

@@ -9,7 +9,7 @@ from keras import layers, ops
 
 import tfmix
 from tests import helpers
-from tests.hardware import programs
+from tests.tools.hardware import programs
 from tfmix.float8 import product
 from tfmix.tools.hardware import compiled_text, compilers, hlo_text, target
 

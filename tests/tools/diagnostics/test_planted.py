@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests.diagnostics import faults
+from tests.tools.diagnostics import faults
 from tfmix._keras import compile_method
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.tools.callbacks import numerics_monitor

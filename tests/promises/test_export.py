@@ -12,7 +12,8 @@ import pytest
 from keras import layers, ops
 
 import tfmix
-from tests import helpers, test_docs
+from tests import helpers
+from tests.project import test_docs
 from tests.tree import ROOT
 from tfmix._keras import version
 

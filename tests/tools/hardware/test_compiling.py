@@ -12,7 +12,7 @@ from keras import layers
 
 import tfmix
 from tests import processes
-from tests.hardware.programs import needs
+from tests.tools.hardware.programs import needs
 from tfmix.tools.hardware import compilers, compiling
 from tfmix.tools.hardware import target as targets
 

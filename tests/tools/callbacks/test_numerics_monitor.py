@@ -9,7 +9,7 @@ from keras import ops
 
 import tfmix
 from tests import helpers
-from tests.diagnostics import faults
+from tests.tools.diagnostics import faults
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.tools.callbacks import numerics_monitor
 

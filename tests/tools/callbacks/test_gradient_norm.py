@@ -8,7 +8,7 @@ import pytest
 from keras import ops
 
 from tests import helpers
-from tests.callbacks import test_loss_scale_monitor as monitored
+from tests.tools.callbacks import test_loss_scale_monitor as monitored
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.tools.callbacks import loss_scale_monitor, numerics_monitor
 
