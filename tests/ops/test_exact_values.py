@@ -70,24 +70,6 @@ def test_a_column_of_ids_or_times_is_not_rounded(name, policy, make):
     np.testing.assert_allclose(found, expected, rtol=within)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_rows_that_are_looked_up_are_those_of_the_ids(policy):
-    tfmix.set_global_policy(policy)
-
-    class Looks(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.table = layers.Embedding(5000, 1, dtype="float32")
-            self.table.build(())
-            self.table.set_weights([np.arange(5000.0)[:, None]])
-
-        def call(self, x):
-            return self.table(ops.cast(x[:, 0], "int32"))
-
-    found = Looks().predict(IDS, verbose=0)
-    np.testing.assert_array_equal(found, IDS)
-
-
 @pytest.mark.parametrize("mode", steps.MODES)
 def test_what_an_op_makes_of_an_input_is_a_16_bit_activation(mode):
     tfmix.set_global_policy("mixed_float16")

@@ -1,4 +1,4 @@
-"""Counts the products of TensorFlow's GPU kernels, without a GPU."""
+"""Products with weights as TensorFlow computes them on a GPU, without one."""
 
 import collections
 import math
@@ -42,21 +42,6 @@ def operations(graph, seen):
                     yield from operations(inner, seen)
 
 
-def types(graph):
-    """Counts the types of all operations that results of a graph need."""
-    return collections.Counter(op.type for op in operations(graph, set()))
-
-
-def tensors_of(kind, graph):
-    """Counts the tensors of ops of one type, without scalars and lists."""
-    ranks = [
-        op.outputs[-1].shape.rank
-        for op in operations(graph, set())
-        if op.type == kind
-    ]
-    return sum(rank != 0 for rank in ranks)
-
-
 def product_dtypes(graph):
     """Counts the dtypes of all products that results of a graph need."""
     return collections.Counter(
@@ -93,74 +78,6 @@ def test_a_gpu_multiplies_16_bit_factors(name, policy):
     with tracing.compiled_for("cuda"):
         found = product_dtypes(step(name, policy).graph)
     assert set(found) == {policy.removeprefix("mixed_")}
-
-
-# The gradient of the inputs, which nobody asks for, is no product.
-@pytest.mark.parametrize(
-    ("name", "products", "biases", "sums", "kept"),
-    [("lstm", 5, 1, 3, 10), ("conv_lstm", 20, 4, 12, 16)],
-)
-def test_a_loop_computes_each_gradient_once(name, products, biases, sums, kept):
-    with tracing.compiled_for("cuda"):
-        graph = step(name, "mixed_float16").graph
-    of_kernels = sum(product_dtypes(graph).values())
-    # A bias adds a product with ones.
-    assert of_kernels == products + biases
-    # The sums over steps, and where two paths meet.
-    assert tensors_of("AddN", graph) <= sums + 3
-    # The activations, and the factors of products, weights among them.
-    assert tensors_of("TensorListPopBack", graph) == kept
-
-
-@pytest.mark.parametrize("rows", [4, None])
-def test_a_power_of_two_is_multiplied_once(rows):
-    tfmix.set_global_policy("mixed_float16")
-    stack = [layers.Dense(80, use_bias=False) for _ in range(2)]
-    model = keras.Sequential([keras.Input((80,)), *stack])
-    gradients = gradients_of(model)
-    signature = tf.TensorSpec((rows, 80))
-    with tracing.compiled_for("cuda"):
-        graph = gradients.get_concrete_function(signature).graph
-        found = gradients(tf.ones((4, 80)))
-    for output in graph.outputs:
-        # `where(is_finite, widened product, largest) * where(..., power, ...)`
-        multiplied = output.op.inputs[0].op
-        selected = multiplied.inputs[0].op
-        assert (multiplied.type, selected.type) == ("Mul", "SelectV2")
-        assert selected.inputs[1].op.type == "Cast"
-    tfmix.set_global_policy("float32")
-    variables = [weight.value for weight in model.trainable_variables]
-    with tf.GradientTape() as tape:
-        value = tf.ones((4, 80))
-        for weight in variables:
-            value = value @ weight
-    exact = tape.gradient(value, variables)
-    for mine, theirs in zip(found, exact, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=0.01, atol=0.01)
-
-
-def test_small_gradients_leave_together_and_say_why():
-    tfmix.set_global_policy("mixed_float16")
-    stack = [layers.Dense(4) for _ in range(3)]
-    model = keras.Sequential([keras.Input((4,)), *stack])
-    gradients, x = gradients_of(model), tf.ones((8, 4))
-    with tracing.compiled_for("cuda"):
-        graph = gradients.get_concrete_function(x, x).graph
-        fine = gradients(x, x)
-        bad = gradients(x, x * math.nan)
-        # The second layer's gradient overflows, the last one's does not.
-        stack[2].kernel.assign(tf.fill((4, 4), 6e4))
-        lost = gradients(x, x)
-    found = types(graph)
-    # Two for all gradients, and two that choose the power of two.
-    assert found["SelectV2"] == 2 + 2
-    assert all(np.isfinite(gradient).all() for gradient in fine)
-    assert all(np.isnan(gradient).all() for gradient in bad)
-    assert np.isposinf(lost[0]).all()
-    assert np.isfinite(lost[-1]).all()
-    assert [gradient.shape for gradient in fine] == [
-        variable.shape for variable in model.trainable_variables
-    ]
 
 
 def test_a_cpu_multiplies_wide_factors_for_weights():

@@ -4,18 +4,13 @@ So it can be cached, exported, saved, loaded without tfmix, and compiled for a
 device that is not here.
 """
 
-import json
-
 import keras
 import numpy as np
 import pytest
 from keras import layers, ops
 
 import tfmix
-from tests import helpers, processes
-from tests.tools.hardware.programs import skip_without
-from tfmix.tools.hardware import compilers
-from tfmix.tools.hardware import target as targets
+from tests import helpers
 
 if helpers.ON_JAX:
     import jax
@@ -97,22 +92,6 @@ def test_a_jitted_step_calls_no_host_and_can_be_exported(policy, wrapper):
     assert np.isnan(losses).tolist() == [False] * 2 + [True] + [False] * 3
 
 
-@helpers.requires_backend("jax")
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_v5e_neither_asks_its_host_nor_branches(wrapper):
-    skip_without("v5e")
-    step, state = step_of_jax("mixed_bfloat16", wrapper)
-    (device,) = compilers.devices(targets.find("v5e"), 1)
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    given = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        (state, *batches()[0]),
-    )
-    program = jax.jit(step).lower(*given).compile().as_text()
-    for word in ("conditional(", "send(", "recv(", "outfeed(", "infeed("):
-        assert word not in program
-
-
 class Competing(keras.Model):
     """Steps two optimizers of its own, one of them in a branch."""
 
@@ -190,39 +169,6 @@ def test_a_saved_step_trains_as_it_did(tmp_path, policy, wrapper):
     assert "PyFunc" not in str(train.graph.as_graph_def())
 
 
-LOADS = """
-import json, sys
-import tensorflow as tf
-
-folders, batches = json.loads(sys.argv[1])
-found = []
-for folder in folders:
-    train = tf.saved_model.load(folder).signatures["train"]
-    losses = [
-        float(train(x=tf.constant(x), y=tf.constant(y))["loss"])
-        for x, y in batches
-    ]
-    found.append(losses)
-assert "tfmix" not in sys.modules
-print("RESULT", json.dumps(found))
-"""
-
-
-@pytest.mark.slow
-@helpers.requires_backend("tensorflow")
-def test_a_saved_step_trains_in_a_process_without_tfmix(tmp_path):
-    saved = {
-        str(tmp_path / policy / wrapper): save(
-            policy, wrapper, str(tmp_path / policy / wrapper)
-        )
-        for policy in POLICIES
-        for wrapper in [*WRAPPERS, "own step"]
-    }
-    given = [*saved], [[x.tolist(), y.tolist()] for x, y in batches()]
-    (found,) = processes.results("-c", LOADS, json.dumps(given), cwd=tmp_path)
-    np.testing.assert_array_equal(found, [*saved.values()])
-
-
 @helpers.requires_backend("tensorflow")
 def test_a_checkpoint_holds_what_keras_puts_into_it(tmp_path):
     found = {}
@@ -235,31 +181,3 @@ def test_a_checkpoint_holds_what_keras_puts_into_it(tmp_path):
         path = checkpoint.save(str(tmp_path / policy))
         found[policy] = [name for name, _ in tf.train.list_variables(path)]
     assert found["mixed_float16"] == found["float32"]
-
-
-TRAINS = """
-import jax
-from tests.step import test_users_programs as programs
-
-for wrapper in programs.WRAPPERS:
-    step, state = programs.step_of_jax("mixed_float16", wrapper)
-    programs.train(jax.jit(step), state)
-"""
-
-
-@pytest.mark.slow
-@helpers.requires_backend("jax")
-def test_a_second_process_finds_the_step_in_jaxs_cache(tmp_path):
-    def compiled():
-        processes.python(
-            *("-c", TRAINS),
-            check=True,
-            JAX_COMPILATION_CACHE_DIR=str(tmp_path),
-            JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
-            JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
-        )
-        return {path.name for path in tmp_path.glob("jit_step-*-cache")}
-
-    first = compiled()
-    assert len(first) == len(WRAPPERS)
-    assert compiled() == first
