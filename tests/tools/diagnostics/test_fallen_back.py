@@ -11,7 +11,7 @@ from tests.autocast import test_fallback
 X = np.random.default_rng(0).normal(size=(4, 8)).astype("float32")
 Y = X[:, :1]
 # The first holds no layer, the second one, and the third a model.
-KINDS = (test_fallback.Mixes, test_fallback.Block, test_fallback.Spectrum)
+KINDS = (test_fallback.Mixes, test_fallback.Block)
 
 
 def stack(kind):
