@@ -195,18 +195,6 @@ def test_a_float32_model_with_a_new_head_is_converted(way, tmp_path, said):
     assert not said, "it is said once"
 
 
-def test_layers_frozen_after_the_conversion_stay_so_when_it_is_undone():
-    inner = base()
-    tfmix.set_global_policy(F16)
-    model = with_head(inner)
-    report = tfmix.apply_policy(model, F16)
-    inner.trainable = False
-    assert in_float32(model) == ["head"]
-    report.undo()
-    assert in_float32(model) == ["first", "normal", "second"]
-    assert not any(x.trainable for x in inner.layers)
-
-
 def regularized(**settings):
     # Keras keeps the arguments of a layer only if all are plain values.
     regularizer = keras.regularizers.L2(1e-4)
@@ -234,17 +222,6 @@ class Normalizes(keras.layers.Layer):
 
     def call(self, x):
         return self.norm(self.inner(x))
-
-
-def both_ways():
-    cell = keras.layers.GRU(4, dtype="float32", name="mine")
-    return keras.Sequential(
-        [
-            keras.Input((6,)),
-            keras.layers.Reshape((2, 3)),
-            keras.layers.Bidirectional(cell),
-        ]
-    )
 
 
 def model_with(layer, way):
@@ -299,18 +276,6 @@ def test_a_dtype_that_code_gives_stays(make, way, tmp_path):
         assert dtypes.count("float32") >= 1, dtypes
 
 
-def test_a_dtype_in_a_bidirectional_layer_stays():
-    tfmix.set_global_policy(F16)
-    model = with_head(both_ways())
-    tfmix.apply_policy(model, BF16)
-    found = {
-        x.name: x.compute_dtype
-        for x in layers.that_compute(model)
-        if "mine" in x.name
-    }
-    assert found == {"forward_mine": "float32", "backward_mine": "float32"}
-
-
 def test_a_layer_that_code_gave_16_bit_follows_every_conversion():
     layer = mine(dtype=F16)
     model = keras.Sequential([keras.Input((6,)), layer, keras.layers.Dense(2)])
@@ -340,35 +305,6 @@ def test_a_head_under_kerass_own_policy_keeps_no_base_in_float32(make):
     model = with_head(inner)
     tfmix.apply_policy(model, BF16)
     assert in_float32(model) == ["head"]
-
-
-def test_a_converted_part_does_not_keep_the_rest_in_float32(tmp_path):
-    first = through_file(base(), tmp_path)
-    second = through_file(around(Backbone()), tmp_path)
-    tfmix.apply_policy(first, F16)
-    between = keras.layers.Dense(6)
-    model = keras.Sequential([keras.Input((6,)), first, between, second])
-    tfmix.apply_policy(model, F16)
-    assert in_float32(first) == []
-    assert in_float32(second) == ["block"], "the model's output"
-
-
-@keras.saving.register_keras_serializable("tests")
-class Unnamed(Block):
-    def build(self, shape):
-        self.inner = keras.layers.Dense(8)
-        self.inner.build(shape)
-
-
-def test_a_copy_converts_as_the_model_does():
-    inner = keras.Sequential([keras.Input((6,)), mine(), Unnamed()])
-    keras.layers.Dense(1)
-    tfmix.set_global_policy(F16)
-    model = with_head(inner)
-    copy = tfmix.convert_model(model, F16)
-    tfmix.apply_policy(model, F16)
-    for each in (model, copy):
-        assert in_float32(each) == ["head"]
 
 
 def test_layers_of_a_float32_scope_are_no_news(said):

@@ -58,13 +58,6 @@ def losses(model, epochs=1):
     return history.history["loss"]
 
 
-def trained(optimizer="Adam"):
-    """Returns a model after four steps."""
-    model = compiled(optimizer)
-    losses(model, 2)
-    return model
-
-
 def body(model):
     return model.get_layer("body")
 
@@ -216,26 +209,6 @@ def test_a_fixed_factor_is_restored():
     report.undo()
     assert model.optimizer is optimizer
     assert optimizer.loss_scale_factor == 64.0
-
-
-def test_layers_unfrozen_since_train_after_undo():
-    model = small_model()
-    body(model).trainable = False
-    compiled(model=model)
-    losses(model)
-    report = convert.apply_policy(model, "mixed_float16")
-    losses(model)
-    body(model).trainable = True
-    mine = OPTIMIZERS["AdamW"]()
-    compiled(mine, model)
-    losses(model)
-    report.undo()
-    assert_float32(model)
-    assert model.optimizer is mine
-    before = helpers.to_numpy(body(model).kernel)
-    losses(model)
-    assert (helpers.to_numpy(body(model).kernel) != before).any()
-    assert int(mine.iterations) == 4
 
 
 def normalized(*nested):

@@ -47,16 +47,6 @@ def op_by_op():
     return jax.disable_jit()
 
 
-def test_variables_with_partly_filled_registers_are_not_joined():
-    for name, vectors in (("Adam", 1), ("RMSprop", 4)):
-        stored = sixteen_bit.variables("bfloat16")
-        optimizer = sixteen_bit.WAYS["flat"](helpers.make_optimizer(name))
-        optimizer.build(stored)
-        names = [v.name for v in optimizer.variables if "flat" in v.name]
-        masters = {n for n in names if n.startswith("flat_bfloat16")}
-        assert len(masters) == vectors, masters
-
-
 @pytest.mark.costly
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("flat", [False, True])

@@ -491,16 +491,6 @@ def test_the_script_reads_its_words_before_keras(words, code, message):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", helpers.quick_are({"script"}, ["script", "-m"]))
-def test_the_shell_shows_nothing_that_tensorflow_says_of_itself(way):
-    call = ["-c", f"import {the_script()}; {the_script()}.main()"]
-    words = ["-m", "tfmix"] if way == "-m" else call
-    done = processes.python(*words, "devices", check=True)
-    assert "'auto' is" in done.stdout
-    assert not done.stderr
-
-
 def test_the_script_runs_a_command(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["tfmix", "devices", "--json"])
     assert importlib.import_module(the_script()).main() == cli.OK
