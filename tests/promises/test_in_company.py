@@ -4,7 +4,6 @@ import copy
 import functools
 import inspect
 import pickle
-import threading
 
 import keras
 import numpy as np
@@ -389,29 +388,6 @@ def test_a_callback_may_copy_the_model_while_it_trains(dump):
     model.compile("sgd", "mse")
     model.fit(X, Y, epochs=2, verbose=0, callbacks=[note])
     assert len(copies) == 2
-
-
-@pytest.mark.costly
-def test_hooked_models_train_in_several_threads(monkeypatch):
-    monkeypatch.setattr(keras.Model, "fit", sets_epochs(keras.Model.fit, []))
-    found = {}
-
-    def train(number):
-        with tfmix.policy_scope("mixed_float16"):
-            found[number] = trained(models[number])
-
-    with tfmix.policy_scope("mixed_float16"):
-        models = [network() for _ in range(2)]
-    threads = [threading.Thread(target=train, args=(n,)) for n in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    (history, weights), (other, others) = found[0], found[1]
-    assert history == other
-    assert len(history["loss"]) == 3
-    for one, two in zip(weights, others, strict=True):
-        np.testing.assert_array_equal(one, two)
 
 
 BEFORE_IMPORT = """

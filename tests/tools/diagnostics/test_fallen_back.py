@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from keras import layers, ops
+from keras import layers
 
 import tfmix
 from tests.autocast import test_fallback
@@ -55,28 +55,3 @@ def test_a_float32_model_does_not_change(kind, caplog):
     assert {each.dtype_policy.name for each in model.layers} == {"float32"}
     assert [set(vars(each)) for each in inside] == before
     assert not caplog.records
-
-
-def test_a_layer_may_fall_back_at_run_time():
-    class Later(layers.Layer):
-        """Fails at run time, as if a kernel was missing."""
-
-        def call(self, x):
-            if not hasattr(x, "numpy") and keras.backend.backend() != "jax":
-                return x
-            return test_fallback.strict_add(x, ops.ones(x.shape, "float32"))
-
-    with tfmix.policy_scope("mixed_float16"):
-        model = stack(Later)
-    report = tfmix.check(model, X, Y, loss="mse")
-    assert report.healthy
-    note_of(report)
-    assert model.layers[1].compute_dtype == "float32"
-    assert note_of(tfmix.check(model, X, Y, loss="mse")) == note_of(report)
-
-
-def test_a_model_without_fallback_has_no_note():
-    with tfmix.policy_scope("mixed_float16"):
-        model = stack(layers.Identity)
-    report = tfmix.check(model, X, Y, loss="mse")
-    assert not any("computes in" in note for note in report.notes)

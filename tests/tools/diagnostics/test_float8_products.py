@@ -127,20 +127,6 @@ def test_a_layer_with_an_outlier_goes_back_to_bfloat16(tmp_path):
     assert eval(line) == suggested
 
 
-@pytest.mark.slow
-def test_a_model_whose_layers_all_fall_out_is_mixed_bfloat16():
-    x, y = batch(outlier=True)
-    model = chosen.classifier("float32")
-    rules = chosen.policy("attention/.*")
-    report = tfmix.check(model, x, y, loss=LOSS, policy=rules)
-    faulty = {one.layer for one in report.float8 if not one.is_fine}
-    rules = chosen.policy(*faulty)
-    report = tfmix.check(model, x, y, loss=LOSS, policy=rules)
-    suggested = report.suggested_policy()
-    assert not suggested.is_float8
-    assert suggested.name == "mixed_bfloat16"
-
-
 def test_the_worse_of_two_calls_is_reported():
     with tfmix.policy_scope(chosen.policy("twice")):
         inputs = keras.Input((32,))

@@ -358,38 +358,6 @@ def test_a_note_explains_alignment_if_a_shape_is_not_aligned():
     assert "multiples of 8" in str(advise(sequential(layers.Dense(9)), 8))
 
 
-@helpers.requires_backend("jax")
-@pytest.mark.slow
-def test_bytes_agree_with_what_the_compiler_reports_for_the_step():
-    import jax
-
-    rows = 4096
-    hidden = [layers.Dense(256, "tanh") for _ in range(12)]
-    model = sequential(*hidden, shape=(256,))
-    model.compile(keras.optimizers.Adam(), "mse")
-    model.optimizer.build(model.trainable_variables)
-
-    def step(weights, slots, x):
-        def loss(weights):
-            outputs, _ = model.stateless_call(weights, [], x, training=True)
-            return keras.ops.mean(keras.ops.square(outputs))
-
-        gradients = jax.grad(loss)(weights)
-        return model.optimizer.stateless_apply(slots, gradients, weights)
-
-    trainable = [one.value for one in model.trainable_variables]
-    slots = [one.value for one in model.optimizer.variables]
-    x = np.ones((rows, 256), "float32")
-    compiled = jax.jit(step).lower(trainable, slots, x).compile()
-    reported = compiled.memory_analysis()
-    memory = advise(model, rows).memory["float32"]
-    held = reported.argument_size_in_bytes - x.nbytes
-    assert held == pytest.approx(memory.weights + memory.slots, rel=0.01)
-    # The step also needs activations, and gradients of a few layers.
-    kept = reported.temp_size_in_bytes
-    assert kept == pytest.approx(memory.activations, rel=0.2)
-
-
 def test_the_advice_describes_float8_layers_and_their_gain():
     sizes = {"first": 4096, "second": 4096, "narrow": 96, "last": 10}
     with tfmix.policy_scope("mixed_float8"):

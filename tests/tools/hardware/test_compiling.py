@@ -117,25 +117,6 @@ def test_masters_are_counted_apart_from_optimizer_state():
     assert kinds.weights == kinds.gradients == 2 * count
 
 
-@needs("h200")
-def test_a_model_without_an_optimizer_is_compared_with_its_default():
-    model = keras.Sequential([keras.Input((64,)), layers.Dense(32)])
-    found = compile_for(model, 8, optimizer=[None, "sgd"])
-    assert list(found) == ["float32, Adam", "float32, SGD"]
-
-
-@needs("h200")
-@pytest.mark.parametrize("loss", [{}, {"loss": "mse", "loss_weights": [0.5]}])
-def test_another_optimizer_changes_nothing_else(loss):
-    dense = layers.Dense(32, activity_regularizer="l2")
-    model = keras.Sequential([keras.Input((64,)), dense])
-    model.compile("sgd", **loss, metrics=["mae"] if loss else None)
-    own, other = (
-        compile_for(model, 8, optimizer=each).kernels for each in (None, "sgd")
-    )
-    assert own == other
-
-
 @keras.saving.register_keras_serializable("tests")
 class OwnCompile(keras.Sequential):
     def compile(self, optimizer, beta=1.0, loss="mse"):
@@ -195,13 +176,6 @@ def test_int8_products_count_at_their_own_rate():
     assert {row.dtype for row in found.rows} == {"int8"}
     target = targets.find("h200")
     assert compiling._rate("int8", target) > target.rates["float16"]
-
-
-@needs("h200")
-def test_a_model_that_stays_in_float32_compiles_under_a_policy():
-    # Its unwrapped optimizer would call the host, which is not there.
-    found = compile_for(sequential(layers.Dense(32)), 8, policy="mixed_float16")
-    assert {row.dtype for row in found.rows} == {"float32"}
 
 
 @needs("h200")

@@ -5,13 +5,11 @@ import re
 
 import keras
 import pytest
-from keras import layers, ops
+from keras import layers
 
 import tfmix
-from tests import helpers
 from tests.tools.hardware import programs
-from tfmix.float8 import product
-from tfmix.tools.hardware import compiled_text, compilers, hlo_text, target
+from tfmix.tools.hardware import hlo_text
 
 WIDTH, ROWS, LENGTH, WORDS = 1024, 32, 256, 1008
 EVERY = tfmix.Policy("mixed_float8", float8_layers=["Dense", "EinsumDense"])
@@ -134,37 +132,3 @@ def test_two_layers_take_few_more_kernels_than_in_bfloat16(compiled, name):
     # Each of six tensors has a kernel for its rows' largest numbers, one for
     # the scales and one for the cast. bfloat16 also casts the weights.
     assert after <= before + 14
-
-
-@helpers.requires_backend("jax")
-@GPUS
-@pytest.mark.parametrize("tokens", [4096, 16384])
-def test_a_step_of_two_products_takes_few_kernels(name, tokens):
-    """A step with a squared error and a plain update, without an optimizer."""
-    import jax
-
-    programs.skip_without(name)
-
-    def loss(weights, x, y):
-        for kernel in weights:
-            narrow = ops.cast(x, "bfloat16"), ops.cast(kernel, "bfloat16")
-            x = ops.relu(product.product(*narrow))
-        return ops.mean((ops.cast(x, "float32") - y) ** 2)
-
-    def step(weights, x, y):
-        gradients = jax.grad(loss)(weights, x, y)
-        pairs = zip(weights, gradients, strict=True)
-        return [weight - 0.01 * gradient for weight, gradient in pairs]
-
-    (device,) = compilers.devices(target.find(name), 1)
-    sharding = jax.sharding.SingleDeviceSharding(device)
-
-    def matrix(rows):
-        return jax.ShapeDtypeStruct((rows, 4096), "float32", sharding=sharding)
-
-    lowered = jax.jit(step, donate_argnums=0).lower(
-        [matrix(4096), matrix(4096)], matrix(tokens), matrix(tokens)
-    )
-    program = compiled_text.read(compilers.compile_jax(lowered).text)
-    assert len(program.products) == 5
-    assert program.kernels <= 30
