@@ -10,7 +10,7 @@ from keras import layers
 
 import tfmix
 from tests import helpers
-from tests.ops import test_weight_gradients as weights
+from tests.ops import test_weights as weights
 from tfmix._keras import tracing
 
 if keras.backend.backend() == "tensorflow":
