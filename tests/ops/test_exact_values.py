@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from keras import layers, ops
+from keras import ops
 
 import tfmix
 from tests import helpers, steps
@@ -13,17 +13,8 @@ IDS = np.float32([[7], [301], [2049], [4999]])
 TIMES = np.float32([[1.6e9], [1.7e9 + 86_400], [1.7e9 + 864_000]])
 
 
-class Calls(layers.Layer):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def call(self, x):
-        return self.function(x)
-
-
 def as_layer(function, columns):
-    return keras.Sequential([keras.Input((columns,)), Calls(function)])
+    return keras.Sequential([keras.Input((columns,)), helpers.Calls(function)])
 
 
 def as_model(function, columns):
@@ -81,7 +72,7 @@ def test_what_an_op_makes_of_an_input_is_a_16_bit_activation(mode):
         seen.extend([x * 2.0, y, y * 2.0])
         return y
 
-    layer = Calls(function)
+    layer = helpers.Calls(function)
     steps.compiled(lambda x: layer(x), mode)(ops.convert_to_tensor(IDS))
     assert [helpers.dtype_of(t) for t in seen[:3]] == [
         "float32",

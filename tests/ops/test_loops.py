@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from keras import layers, ops
+from keras import ops
 
 import tfmix
 from tests import helpers, steps
@@ -11,15 +11,6 @@ from tests.ops import against_float32
 MODES = [*steps.MODES]
 POLICIES = "mixed_float16", "mixed_bfloat16"
 STEPS = 1000
-
-
-class Calls(layers.Layer):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def call(self, x):
-        return self.function(x)
 
 
 def next_scores(scores, emissions):
@@ -80,7 +71,7 @@ RUNNING = {
 @pytest.mark.parametrize("function", RUNNING)
 def test_a_running_value_of_1000_steps_is_that_of_float32(function, policy):
     tfmix.set_global_policy(policy)
-    layer = Calls(function)
+    layer = helpers.Calls(function)
     x = ops.zeros((1, STEPS, 5))
     # Keras's TensorFlow has that scan in eager mode alone.
     is_eager = function is by_associative_scan

@@ -43,18 +43,11 @@ FUNCTIONS = {
 }
 
 
-class Calls(layers.Layer):
-    def __init__(self, function, **kwargs):
-        super().__init__(**kwargs)
-        self.function = function
-
-    def call(self, t):
-        return self.function(t)
-
-
 def result_and_gradient(policy, function, x, mode):
     tfmix.set_global_policy(policy)
-    model = keras.Sequential([keras.Input(x.shape[1:]), Calls(function)])
+    model = keras.Sequential(
+        [keras.Input(x.shape[1:]), helpers.Calls(function)]
+    )
 
     def call(x):
         if helpers.ON_JAX:
