@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from keras import ops
 
-from tests import helpers, sixteen_bit
+from tests import helpers
+from tests.optimizers import sixteen_bit
 from tfmix.optimizers import bfloat16_optimizer, elementwise, master_weights
 
 JAX = keras.backend.backend() == "jax"
@@ -44,16 +45,6 @@ def op_by_op():
     import jax
 
     return jax.disable_jit()
-
-
-def test_variables_with_partly_filled_registers_are_not_joined():
-    for name, vectors in (("Adam", 1), ("RMSprop", 4)):
-        stored = sixteen_bit.variables("bfloat16")
-        optimizer = sixteen_bit.WAYS["flat"](helpers.make_optimizer(name))
-        optimizer.build(stored)
-        names = [v.name for v in optimizer.variables if "flat" in v.name]
-        masters = {n for n in names if n.startswith("flat_bfloat16")}
-        assert len(masters) == vectors, masters
 
 
 @pytest.mark.costly
