@@ -186,11 +186,8 @@ def creating(
     optimizer: optimizers.Optimizer,
     keeps_float32: Callable[[keras.Variable], bool],
     draw: Callable[[tuple[int, ...], int, Any], Any],
-) -> Iterator[dict[int, list[keras.Variable]]]:
+) -> Iterator[None]:
     """A context in which an optimizer that is built has its state in 8 bits.
-
-    Yields a dict of variables' `id`s to lists of their state, which is filled
-    at the end.
 
     Args:
         optimizer: The optimizer.
@@ -204,13 +201,10 @@ def creating(
             (worker, _narrow(undo, worker, keeps_float32, draw))
             for worker in optimizers.workers(optimizer)
         ]
-        states: dict[int, list[keras.Variable]] = {}
-        yield states
+        yield
     for worker, slots in created:
         _check_declared(worker, slots)
         _refuse_others(worker, slots)
-        for variable, _, state in slots:
-            states.setdefault(id(variable), []).append(state)
 
 
 def _narrow(

@@ -12,7 +12,7 @@ from keras import ops
 from tfmix._keras import optimizers
 from tfmix._keras import variables as keras_variables
 from tfmix.loss_scaling import inner_attributes
-from tfmix.optimizers import block_updates, eight_bit_slots, noise
+from tfmix.optimizers import eight_bit_slots, noise
 from tfmix.step import replicas
 
 Variables = keras_variables.Variables
@@ -24,9 +24,6 @@ class StandIns:
     A subclass creates them, and decides where the bits are stored
     that do not fit into 16. Other variables have no stand-in.
     """
-
-    # Lists of variables' 8-bit and other state, by the `id`s of the variables.
-    states: block_updates.States = {}
 
     def __init__(
         self, optimizer: "SixteenBitOptimizer", model_variables: Variables
@@ -182,15 +179,13 @@ class SixteenBitOptimizer(
                 if excluded := optimizers.undecayed(worker, variables):
                     targets = self._store.targets(excluded)
                     worker.exclude_from_weight_decay(var_list=targets)
-            creating = self._creating_eight_bits()
-            with self._store.creating_slots(), creating as states:
+            with self._store.creating_slots(), self._creating_eight_bits():
                 self.inner_optimizer.build(self._store.targets(variables))
-            self._store.states = states
         self.built = True
 
     def _creating_eight_bits(self) -> contextlib.AbstractContextManager:
         if not eight_bit_slots.has_eight_bits(self.slot_dtype):
-            return contextlib.nullcontext({})
+            return contextlib.nullcontext()
         return eight_bit_slots.creating(
             self.inner_optimizer,
             self._store.keeps_float32_slots,
@@ -234,10 +229,7 @@ class SixteenBitOptimizer(
         with replicas.one_replica([*self.variables, *known], self):
             self._store.refresh()
             routed, targets = self._store.route(grads, variables)
-            with block_updates.on_cpu(
-                self.inner_optimizer, self._store.states, self.seed_variable
-            ):
-                self.inner_optimizer.apply(routed, targets)
+            self.inner_optimizer.apply(routed, targets)
             self._store.write_back()
 
     def finalize_variable_values(self, var_list: Variables) -> None:
