@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import keras
 
+from tfmix import _formats
 from tfmix._keras import replacing
 
 Optimizer: TypeAlias = keras.optimizers.Optimizer
@@ -221,52 +222,22 @@ def named(
     ]
 
 
-def keeps_averages(optimizer: Optimizer) -> bool:
-    """Returns whether an optimizer averages weights (`use_ema=True`)."""
-    return any(worker.use_ema for worker in workers(optimizer))
-
-
-def averages(optimizer: Optimizer) -> list[tuple[Any, Any]]:
-    """Returns the variables that a built optimizer updates, with averages."""
-    return [
-        pair
-        for worker in workers(optimizer)
-        if worker.use_ema
-        for pair in zip(
-            worker._trainable_variables,
-            worker._model_variables_moving_average,
-            strict=True,
-        )
-        if pair[1] is not None
-    ]
-
-
 class AveragesOfInner:
-    """Mixin: Keras's callback finds the averages of the inner optimizer."""
+    """Mixin: Keras's `SwapEMAWeights` finds the inner optimizer's averages."""
 
     inner_optimizer: Optimizer
 
     @property
     def _model_variables_moving_average(self) -> Any:
-        return self.inner_optimizer._model_variables_moving_average
-
-
-def swap_averages_by(
-    undo: contextlib.ExitStack,
-    callback: keras.callbacks.SwapEMAWeights,
-    swap: Callable[[], None],
-    overwrite: Callable[[], None],
-) -> None:
-    """Makes a callback swap with other functions until a stack unwinds."""
-
-    def acting(action: Callable[[], None]) -> Callable[[], None]:
-        def act() -> None:
-            # On JAX, reading `callback.model` updates the variables.
-            if callback.model is not None:
-                action()
-
-        return act
-
-    swapping, overwriting = acting(swap), acting(overwrite)
-    replacing.swap(undo, callback, "_swap_variables", swapping)
-    replacing.swap(undo, callback, "_finalize_ema_values", overwriting)
+        averages = self.inner_optimizer._model_variables_moving_average
+        for variable in remembered(self):
+            dtype = keras.backend.standardize_dtype(variable.dtype)
+            if dtype in _formats.SIXTEEN_BIT:
+                raise ValueError(
+                    "SwapEMAWeights cannot swap averages, which are float32, "
+                    f"with 16-bit weights. Received: variable {variable.path!r}"
+                    f" of dtype {dtype!r}. Leave out the callback: "
+                    "after `fit` the model holds the averages. Or take a "
+                    "'mixed_' policy, whose weights are float32."
+                )
+        return averages

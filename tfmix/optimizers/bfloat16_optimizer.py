@@ -88,26 +88,6 @@ class _StochasticRounding(views.Views):
 
         eight_bit_slots.replace_state(undo, optimizer, make)
 
-    def swap(self, target: keras.Variable, average: keras.Variable) -> None:
-        """Swaps the upper halves: a bfloat16 weight has no lower half."""
-        if not isinstance(target, _StochasticView):
-            super().swap(target, average)
-            return
-        weight = ops.copy(target.stored)
-        upper, lower = bits.split(ops.convert_to_tensor(average))
-        target.stored.assign(upper)
-        average.assign(bits.join(weight, lower))
-
-    def overwrite(
-        self, target: keras.Variable, average: keras.Variable
-    ) -> None:
-        """Joins the upper half, which was swapped, with the lower one again."""
-        if isinstance(target, _StochasticView):
-            _, lower = bits.split(ops.convert_to_tensor(average))
-            average.assign(bits.join(target.stored, lower))
-        else:
-            super().overwrite(target, average)
-
     def refresh(self) -> None:
         """Starts the streams of random bits again, for a new step."""
         for view in self.created:

@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import optimizers, variables
+from tfmix._keras import variables
 from tfmix.optimizers import eight_bit_slots, sixteen_bit_optimizer
 
 
@@ -22,9 +22,7 @@ class _NoStandIns(sixteen_bit_optimizer.StandIns):
 
 
 @keras.saving.register_keras_serializable(package="tfmix")
-class LowMemoryOptimizer(
-    optimizers.AveragesOfInner, sixteen_bit_optimizer.SixteenBitOptimizer
-):
+class LowMemoryOptimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
     """Keeps the state of an optimizer in 8 bits instead of 32.
 
     Use it for models with float32 variables, including mixed precision. For

@@ -3,7 +3,7 @@
 import contextlib
 import numbers
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -82,18 +82,6 @@ class StandIns:
         """Returns the float32 value behind a model's variable."""
         return ops.cast(self.target(variable), "float32")
 
-    def swap(self, target: keras.Variable, average: keras.Variable) -> None:
-        """Swaps a variable of the inner optimizer with its average."""
-        value = ops.copy(target)
-        target.assign(average)
-        average.assign(value)
-
-    def overwrite(
-        self, target: keras.Variable, average: keras.Variable
-    ) -> None:
-        """Sets an average to its variable, which holds it after a swap."""
-        average.assign(target)
-
     def assign(self, variable: keras.Variable, value: Any) -> None:
         """Sets the float32 value behind a variable, and the variable."""
         self.target(variable).assign(value)
@@ -101,7 +89,9 @@ class StandIns:
 
 
 class SixteenBitOptimizer(
-    inner_attributes.DelegatesToInner, keras.optimizers.Optimizer
+    optimizers.AveragesOfInner,
+    inner_attributes.DelegatesToInner,
+    keras.optimizers.Optimizer,
 ):
     """Makes an inner optimizer update 16-bit variables in float32."""
 
@@ -234,41 +224,15 @@ class SixteenBitOptimizer(
 
     def finalize_variable_values(self, var_list: Variables) -> None:
         """Assigns the inner optimizer's final (averaged) weights."""
-        self._on_each_replica(self._finalize)
-
-    def swap_averages(self) -> None:
-        """Swaps the float32 weights with their averages (`use_ema=True`)."""
-        self._on_each_replica(self._swap_averages)
-
-    def overwrite_averages(self) -> None:
-        """Copies the weights, as `swap_averages` left them, to the averages."""
-        self._on_each_replica(self._overwrite_averages)
-
-    def _on_each_replica(self, action: Callable[[], None]) -> None:
         if self.built:
-            replicas.run_on_each(self, action, self._store.traced)
-
-    @contextlib.contextmanager
-    def _stand_ins(self) -> Iterator[StandIns]:
-        """Refreshes the stand-ins, and writes back what the block changes."""
-        self._store.refresh()
-        yield self._store
-        self._store.write_back()
+            replicas.run_on_each(self, self._finalize, self._store.traced)
 
     def _finalize(self) -> None:
-        with self._stand_ins() as store:
-            targets = store.targets(optimizers.remembered(self))
-            self.inner_optimizer.finalize_variable_values(targets)
-
-    def _swap_averages(self) -> None:
-        with self._stand_ins() as store:
-            for target, average in optimizers.averages(self.inner_optimizer):
-                store.swap(target, average)
-
-    def _overwrite_averages(self) -> None:
-        with self._stand_ins() as store:
-            for target, average in optimizers.averages(self.inner_optimizer):
-                store.overwrite(target, average)
+        store = self._store
+        store.refresh()
+        targets = store.targets(optimizers.remembered(self))
+        self.inner_optimizer.finalize_variable_values(targets)
+        store.write_back()
 
     def read_float32(self, variable: keras.Variable) -> Any:
         """Returns the float32 value behind a model's variable, as a tensor.
