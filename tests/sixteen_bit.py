@@ -17,9 +17,6 @@ WAYS = {
     "flat": lambda inner: master_weights.MasterWeightOptimizer(
         inner, flat=True
     ),
-    "split": lambda inner: master_weights.MasterWeightOptimizer(
-        inner, split=True
-    ),
     "stochastic": lambda inner: bfloat16_optimizer.BFloat16Optimizer(
         inner, seed=7
     ),
@@ -33,7 +30,7 @@ STATES = WAYS | {
         inner, [("", "int8")], seed=7
     )
 }
-EXACT_WAYS = ["masters", "flat", "split"]
+EXACT_WAYS = ["masters", "flat"]
 
 
 def variables(dtype, seed=0, shapes=SHAPES):

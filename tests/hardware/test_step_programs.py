@@ -19,9 +19,6 @@ FEW, MANY = compiled_steps.FEW_LARGE, compiled_steps.MANY_SMALL
 
 
 WRAPPERS = overhead.SYSTEMS | {
-    "split": lambda optimizer: tfmix.LossScaleOptimizer(
-        tfmix.optimizers.MasterWeightOptimizer(optimizer, split=True)
-    ),
     "8 bits": lambda optimizer: tfmix.optimizers.LowMemoryOptimizer(
         optimizer, seed=1
     ),
@@ -54,13 +51,6 @@ def check(made, program, kernels):
 )
 def test_an_h200_neither_waits_nor_copies(shapes, kernels):
     check(*compiled(shapes, "h200"), kernels)
-
-
-def test_split_masters_add_no_copies():
-    _, program = compiled(FEW, "h200", "split", "bfloat16")
-    assert program.conditionals == 0
-    assert program.copies <= 4
-    assert program.kernels <= 7 + 20
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ MASTERS = tfmix.optimizers.MasterWeightOptimizer
 PURE = {
     "masters": MASTERS,
     "flat": functools.partial(MASTERS, flat=True),
-    "split": functools.partial(MASTERS, split=True),
     "stochastic": tfmix.optimizers.BFloat16Optimizer,
 }
 

@@ -97,7 +97,7 @@ def test_masters_follow_weights_assigned_later(way):
     loaded = sixteen_bit.variables("bfloat16", seed=5)
     assert sixteen_bit.bits_of(used) == sixteen_bit.bits_of(loaded)
     values = [optimizer.read_float32(v) for v in used]
-    if way in ("split", "stochastic"):
+    if way == "stochastic":
         assert sixteen_bit.bits_of(values) == sixteen_bit.bits_of(loaded)
 
 
@@ -137,11 +137,10 @@ def test_float16_adam_keeps_epsilon_beta_and_state(flat):
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("way", ["masters", "split"])
-def test_constraints_act_on_the_float32_value(way):
+def test_constraints_act_on_the_float32_value():
     weight = keras.Variable(np.ones(2), dtype="bfloat16", name="w")
     weight.constraint = keras.constraints.NonNeg()
-    optimizer = sixteen_bit.WAYS[way](keras.optimizers.SGD(1.0))
+    optimizer = Masters(keras.optimizers.SGD(1.0))
     optimizer.build([weight])
     optimizer.apply([np.array([3.0, 0.5], "float32")])
     value = ops.convert_to_numpy(optimizer.read_float32(weight))
@@ -242,7 +241,7 @@ def built_in_a_map():
 def test_a_built_optimizer_is_refused():
     stored = sixteen_bit.variables("bfloat16")
     inner = keras.optimizers.SGD()
-    late = Masters(inner, split=True)
+    late = Masters(inner)
     inner.build(stored)
     message = "(?i)'sgd', which is built already"
     refused(lambda: late.build(stored), ValueError, "is built already")
@@ -250,10 +249,8 @@ def test_a_built_optimizer_is_refused():
     refused(lambda: Masters(built_in_a_map()), ValueError, "is built already")
 
 
-def test_contradicting_arguments_are_refused():
+def test_flat_is_a_boolean():
     refused(lambda: Masters("sgd", flat=1), TypeError, "flat=1")
-    both = {"flat": True, "split": True}
-    refused(lambda: Masters("sgd", **both), ValueError, "flat=True, split=True")
 
 
 class Mine(keras.optimizers.SGD):

@@ -92,7 +92,6 @@ def test_all_state_is_set_or_none(way):
     "optimizer",
     [
         Masters(keras.optimizers.Adam(0.25, beta_1=0.5), flat=True, name="my"),
-        Masters("sgd", split=True, name="my"),
         bfloat16_optimizer.BFloat16Optimizer("sgd", seed=11, name="my"),
         low_memory.LowMemoryOptimizer(
             "lion", [("head", "float32"), (".", "int8")]
@@ -140,7 +139,8 @@ def test_settings_read_and_set_through_two_wrappers():
 
 
 def test_setting_one_value_keeps_assignments_to_others():
-    (first, second), optimizer = built("split", keras.optimizers.SGD(2.0**-12))
+    inner = keras.optimizers.SGD(2.0**-12)
+    (first, second), optimizer = built("masters", inner)
     optimizer.apply([UP, UP])
     second.assign(3 * UP)
     optimizer.assign_float32(first, 2 * UP)
@@ -176,14 +176,13 @@ def test_a_step_on_some_variables_does_not_change_others(way):
     np.testing.assert_array_equal(array(stored[1]), -0.25)
 
 
-@pytest.mark.parametrize("way", ["stochastic", "split"])
-def test_slots_are_float32_and_float16_variables_are_refused(way):
+def test_slots_are_float32_and_float16_variables_are_refused():
     inner = keras.optimizers.Adam()
-    WAYS[way](inner).build(sixteen_bit.variables("bfloat16"))
+    WAYS["stochastic"](inner).build(sixteen_bit.variables("bfloat16"))
     assert {str(v.dtype) for v in inner.variables if v.ndim} == {"float32"}
     stored = sixteen_bit.variables("float16")
     with pytest.raises(ValueError, match="'v0' of dtype 'float16'"):
-        WAYS[way](keras.optimizers.SGD()).build(stored)
+        WAYS["stochastic"](keras.optimizers.SGD()).build(stored)
 
 
 EIGHT_BIT = ("float32", "mixed_float16", "mixed_bfloat16")
@@ -246,7 +245,7 @@ def test_a_run_continues_from_a_checkpoint_bit_for_bit(way, is_built, tmp_path):
     "wrap",
     [
         tfmix.optimizers.BFloat16Optimizer,
-        lambda inner: tfmix.optimizers.MasterWeightOptimizer(inner, split=True),
+        tfmix.optimizers.MasterWeightOptimizer,
     ],
 )
 def test_a_model_becomes_a_saved_model_with_its_optimizer(wrap, tmp_path):
@@ -275,7 +274,6 @@ def test_a_model_becomes_a_saved_model_with_its_optimizer(wrap, tmp_path):
             ("flat", False),
             ("stochastic", True),
             ("masters", True),
-            ("split", False),
             ("low memory", False),
         ],
     ),

@@ -7,8 +7,8 @@ from typing import Any
 import keras
 from keras import ops
 
-from tfmix._keras import kernels, optimizers, variables
-from tfmix.optimizers import bits, eight_bit_slots, sixteen_bit_optimizer, views
+from tfmix._keras import kernels, optimizers, replacing, variables
+from tfmix.optimizers import bits, eight_bit_slots, sixteen_bit_optimizer
 
 # A step may assign a variable more than once (weight decay, then the update,
 # then a constraint), and each assignment needs its own random bits.
@@ -46,19 +46,22 @@ class _StochasticView(variables.Float32View):
         self.stored.assign(stochastic(value, noise))
 
 
-class _StochasticRounding(views.Views):
+class _StochasticRounding(sixteen_bit_optimizer.StandIns):
     """Rounds the new value of every bfloat16 variable stochastically."""
-
-    only_bfloat16 = (
-        "BFloat16Optimizer rounds to bfloat16; updates of float16 variables "
-        "need float32 masters"
-    )
 
     def make(self) -> dict[int, keras.Variable]:
         self.created: list[_StochasticView] = []
         return super().make()
 
     def make_one(self, variable: keras.Variable) -> _StochasticView:
+        dtype = keras.backend.standardize_dtype(variable.dtype)
+        if dtype != "bfloat16":
+            raise ValueError(
+                "BFloat16Optimizer rounds to bfloat16; updates of float16 "
+                f"variables need float32 masters. Received: variable "
+                f"{variable.path!r} of dtype {dtype!r}. Use the policy "
+                "'bfloat16', or MasterWeightOptimizer(optimizer) for float16."
+            )
         draw = self.optimizer.draw_noise
         view = _StochasticView(variable, len(self.created) + 1, draw)
         self.created.append(view)
@@ -68,7 +71,8 @@ class _StochasticRounding(views.Views):
     def creating_slots(self) -> Iterator[None]:
         """Places the optimizer state, in bfloat16 if `slot_dtype` says so."""
         with contextlib.ExitStack() as undo:
-            undo.enter_context(super().creating_slots())
+            for view in self.created:
+                replacing.swap(undo, view, "colocating", True)
             if self.optimizer.slot_dtype == "bfloat16":
                 for worker in optimizers.workers(
                     self.optimizer.inner_optimizer
@@ -102,7 +106,7 @@ class BFloat16Optimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
     drops every update smaller than half a step of the format (1/256 of the
     weight). Stochastic rounding keeps updates in the mean (arXiv 2010.06192).
     The inner optimizer computes in float32. For the results of float32 updates
-    in 4 bytes per weight, use `MasterWeightOptimizer(inner, split=True)`.
+    use `MasterWeightOptimizer(inner)`.
 
     Args:
         inner_optimizer: A `keras.optimizers.Optimizer`, its name or config.
@@ -168,6 +172,6 @@ class BFloat16Optimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
                 "BFloat16Optimizer only rounds stochastically. Received: "
                 f"rounding={rounding!r} in a file. Load the model with "
                 "compile=False, and compile it with "
-                "MasterWeightOptimizer(optimizer, split=True)."
+                "MasterWeightOptimizer(optimizer)."
             )
         return super().from_config(config, custom_objects)
