@@ -20,8 +20,6 @@ from tfmix.step import replicas
 # Keras's scaler saves these before the inner optimizer's variables. It does
 # not use the first two, and has no others until it is built.
 _KERAS_OWN = ("iteration", "learning_rate", "step_counter", "dynamic_scale")
-# Files of 0.1.0 name the own variables, and number the inner optimizer's.
-_OWN, _INNER = "own_", "inner_"
 _COUNTS = "overflow_counts"
 
 
@@ -139,7 +137,7 @@ def made_from(kind: type, config: Mapping, custom_objects: Any) -> Any:
 
     Args:
         kind: The class.
-        config: A config of this or of an older version.
+        config: What `config` returned.
         custom_objects: Dict of classes by name, as in Keras, or `None`.
     """
     arguments = dict(config)
@@ -149,10 +147,7 @@ def made_from(kind: type, config: Mapping, custom_objects: Any) -> Any:
                 arguments[key], custom_objects=custom_objects
             )
     replicas.drop_unsupported(arguments)
-    # Older files store this setting of the model.
-    arguments.pop("guarded", None)
-    optimizer = kind(**arguments)
-    return optimizer
+    return kind(**arguments)
 
 
 def _parts(
@@ -164,11 +159,9 @@ def _parts(
         arrays: All arrays by their keys.
         count: The number of variables that the inner optimizer has.
     """
-    prefix = "" if "0" in arrays else _INNER
-    keys = (f"{prefix}{position}" for position in range(len(arrays)))
+    keys = map(str, range(len(arrays)))
     numbered = [arrays[key] for key in keys if key in arrays]
-    named = {key.removeprefix(_OWN): array for key, array in arrays.items()}
     own = len(numbered) - count
     if own not in (2, 4):
-        return named, numbered
+        return dict(arrays), numbered
     return dict(zip(_KERAS_OWN, numbered[:own], strict=False)), numbered[own:]

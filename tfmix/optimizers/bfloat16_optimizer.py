@@ -158,20 +158,3 @@ class BFloat16Optimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
         """Returns the settings `from_config` needs."""
         names = "seed", "slot_dtype"
         return super().get_config() | {n: getattr(self, n) for n in names}
-
-    @classmethod
-    def from_config(
-        cls, config: dict, custom_objects: dict | None = None
-    ) -> "BFloat16Optimizer":
-        """Creates the optimizer, without state, from `get_config()`."""
-        config = dict(config)
-        # Files of tfmix 0.1 contain this setting.
-        rounding = config.pop("rounding", "stochastic")
-        if rounding != "stochastic":
-            raise ValueError(
-                "BFloat16Optimizer only rounds stochastically. Received: "
-                f"rounding={rounding!r} in a file. Load the model with "
-                "compile=False, and compile it with "
-                "MasterWeightOptimizer(optimizer)."
-            )
-        return super().from_config(config, custom_objects)
