@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from tfmix import _arguments, _formats, _users_code
+from tfmix import _arguments, _users_code
 from tfmix._keras import (
     context_values,
     files,
@@ -113,11 +113,6 @@ class LossScaleOptimizer(
         loss_scale: `"dynamic"`, a positive number for a fixed scale, or a
             `tfmix.loss_scaling.LossScale` object, which then holds all
             settings. Defaults to `"dynamic"`.
-        reduce_dtype: `"float16"` or `"bfloat16"`, the dtype in which the
-            gradients are summed over the replicas of a `tf.distribute`
-            strategy, which halves the bytes sent. They are checked after the
-            sum, so an overflow skips the step. Defaults to `None`: the dtype of
-            each gradient. Needs the TensorFlow backend.
         name: String. Defaults to `"loss_scale_optimizer"`.
 
     Attributes:
@@ -136,8 +131,7 @@ class LossScaleOptimizer(
             is not a number.
         ValueError: If a setting is out of range, contradicts another, or
             belongs to the inner optimizer; under a distribution strategy
-            that cannot skip a step on all replicas; if `reduce_dtype` is
-            given under JAX, whose compiler places the sum.
+            that cannot skip a step on all replicas.
 
     Examples:
         >>> model = keras.Sequential([keras.layers.Dense(1)])
@@ -175,7 +169,6 @@ class LossScaleOptimizer(
         dynamic_growth_steps: int | None = None,
         *,
         loss_scale: Any = "dynamic",
-        reduce_dtype: str | None = None,
         name: str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -191,8 +184,6 @@ class LossScaleOptimizer(
             loss_scale, initial_scale, dynamic_growth_steps
         )
         inner_optimizer = inner_attributes.checked_to_scale(inner_optimizer)
-        if reduce_dtype is not None:
-            reduce_dtype = _checked_dtype(reduce_dtype, rule)
         replicas.check_strategy()
         super().__init__(
             inner_optimizer,
@@ -201,7 +192,6 @@ class LossScaleOptimizer(
             name=name,
             **kwargs,
         )
-        self.reduce_dtype = reduce_dtype
         # `None` until it is decided.
         self._losses: _Losses | None = None
         # Whether `apply_gradients` gets unscaled gradients, as in tf.keras.
@@ -719,9 +709,6 @@ class LossScaleOptimizer(
             count=count,
             unscale=gradients.in_float32 if unscaled else by_scale,
             checks_unscaled=rule.may_enlarge and not unscaled,
-            reduce_dtype=self.reduce_dtype,
-            # Unscaled gradients may underflow in a 16-bit sum.
-            reduce_factor=current if unscaled and self.reduce_dtype else None,
         )
         # The flag is read from the counter. For a separate boolean, XLA would
         # count in another kernel.
@@ -787,7 +774,7 @@ def scalers(model: keras.Model) -> list[LossScaleOptimizer]:
 def _refuse_misspelt(given: Iterable[str]) -> None:
     """Refuses misspelled arguments of `LossScaleOptimizer`."""
     fields = inspect.signature(rules.DynamicLossScale).parameters
-    own = "initial_scale dynamic_growth_steps loss_scale reduce_dtype".split()
+    own = "initial_scale dynamic_growth_steps loss_scale".split()
     meant = {
         "growth_interval": "dynamic_growth_steps",
         **{
@@ -813,32 +800,6 @@ def _paired(name: str, variables: Sequence, values: Sequence) -> list[tuple]:
             "frozen since, call `model.compile` again, with a new optimizer."
         )
     return list(zip(variables, values, strict=True))
-
-
-def _checked_dtype(dtype: Any, rule: rules.LossScale) -> str:
-    """Checks and returns the dtype in which replicas sum gradients."""
-    if not isinstance(dtype, str) or dtype not in _formats.SIXTEEN_BIT:
-        raise ValueError(
-            '`reduce_dtype` must be "float16", "bfloat16" or None. Received: '
-            f"reduce_dtype={dtype!r}."
-        )
-    if keras.backend.backend() != "tensorflow":
-        raise ValueError(
-            "`reduce_dtype` is for the sums of `tf.distribute`. Under "
-            "JAX the compiler places the sum over a sharded batch, in the "
-            f"dtype of the gradients. Received: reduce_dtype={dtype!r} on the "
-            f"{keras.backend.backend()!r} backend. Leave it out; in a "
-            "`jax.shard_map` of your own write `jax.lax.psum(gradient.astype("
-            f'"{dtype}"), axis)` before `stateless_apply`.'
-        )
-    if dtype == "float16" and isinstance(rule, rules.NoLossScale):
-        raise ValueError(
-            "Gradients that are summed in float16 must be scaled: those below "
-            f"{_formats.FLOAT16.smallest:.1g} become 0. Received: "
-            'reduce_dtype="float16" with NoLossScale(). Write reduce_dtype='
-            '"bfloat16", or loss_scale="dynamic".'
-        )
-    return dtype
 
 
 def _filled(value: Any, shape: tuple, dtype: str | None = None) -> Any:

@@ -15,7 +15,6 @@ from tfmix import _messages
 from tfmix._keras import optimizers
 from tfmix._keras import variables as keras_variables
 from tfmix.loss_scaling import rules
-from tfmix.step import replicas
 
 # Keras's scaler saves these before the inner optimizer's variables. It does
 # not use the first two, and has no others until it is built.
@@ -127,8 +126,6 @@ def config(optimizer: Any) -> dict:
         arguments |= keras_form
     else:
         arguments["loss_scale"] = serialize(optimizer.rule)
-    if optimizer.reduce_dtype is not None:
-        arguments["reduce_dtype"] = optimizer.reduce_dtype
     return arguments
 
 
@@ -146,7 +143,6 @@ def made_from(kind: type, config: Mapping, custom_objects: Any) -> Any:
             arguments[key] = keras.saving.deserialize_keras_object(
                 arguments[key], custom_objects=custom_objects
             )
-    replicas.drop_unsupported(arguments)
     return kind(**arguments)
 
 

@@ -139,8 +139,6 @@ def take(
     count: Callable[[Any, Any, list, list], None],
     unscale: Callable[[Sequence, Sequence], list] = gradients.in_float32,
     checks_unscaled: bool = False,
-    reduce_dtype: str | None = None,
-    reduce_factor: Any = None,
 ) -> Any:
     """Sums gradients over replicas, checks them, and updates or skips.
 
@@ -159,17 +157,11 @@ def take(
         unscale: Turns summed gradients into unscaled float32 ones.
         checks_unscaled: Whether unscaled gradients may be infinite where the
             summed ones are not.
-        reduce_dtype: The dtype of the sum over replicas; `None` for that of
-            each gradient.
-        reduce_factor: What multiplies them before the sum and divides them
-            after it.
 
     Returns:
         Whether the step was applied: a bool, or a boolean scalar tensor.
     """
-    summed = replicas.sum_gradients(
-        list(grads), list(variables), reduce_dtype, reduce_factor
-    )
+    summed = replicas.sum_gradients(grads, variables)
     with (
         replicas.one_replica([*assigned, *counters], optimizer),
         # Gradients are float32 from here on: the rules of a model's step would
