@@ -236,10 +236,9 @@ def keras_own():
 WRONG_VALUES = [
     ((Wrapped("adam"),), {}, "divided out twice"),
     ((keras_own(),), {}, "inner_optimizer"),
-    (("adamm",), {}, "Did you mean 'adam'"),
-    ((), {"init_scale": 2.0}, "`init_scale`. Did you mean 'initial_scale'"),
-    ((), {"growth_interval": 2}, "Did you mean 'dynamic_growth_steps'"),
-    ((), {"hysteresis": 2}, r"'loss_scale=DynamicLossScale\(hysteresis=...\)'"),
+    (("adamm",), {}, "adamm"),
+    ((), {"init_scale": 2.0}, "`init_scale`"),
+    ((), {"hysteresis": 2}, "`hysteresis`"),
     (("sgd", -8.0), {}, "`initial_scale`.*initial_scale=-8.0"),
     (("sgd", None, 0), {}, "dynamic_growth_steps=0"),
     ((), {"loss_scale": 0.0}, "loss_scale=0.0"),

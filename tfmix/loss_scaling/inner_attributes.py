@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from tfmix import _arguments, _messages
+from tfmix import _messages
 from tfmix._keras import optimizers, variables
 
 # Keras's base class sets these on every optimizer, even on a wrapper that does
@@ -18,9 +18,7 @@ _SHARED_SETTINGS = (
 
 def checked(optimizer: Any) -> keras.optimizers.Optimizer:
     """Returns the optimizer to wrap, from an object, a name or a config."""
-    if isinstance(optimizer, str):
-        optimizer = _by_name(optimizer)
-    if isinstance(optimizer, dict):
+    if isinstance(optimizer, str | dict):
         optimizer = keras.optimizers.get(optimizer)
     if isinstance(optimizer, type):
         raise TypeError(
@@ -63,24 +61,6 @@ def checked_to_scale(optimizer: Any) -> Any:
             factor,
         )
     return optimizer
-
-
-def _by_name(name: str) -> Any:
-    try:
-        return keras.optimizers.get(name)
-    except ValueError:
-        known = sorted(
-            known.lower()
-            for known, value in vars(keras.optimizers).items()
-            if isinstance(value, type) and known != "Optimizer"
-        )
-        if name.lower() in known:
-            raise
-        hint = _arguments.did_you_mean(name.lower(), known)
-        raise ValueError(
-            "`inner_optimizer` must be a Keras optimizer or the name of one "
-            f"of {known}. Received: inner_optimizer={name!r}.{hint}"
-        ) from None
 
 
 class DelegatesToInner(optimizers.OverwritesThroughInner):

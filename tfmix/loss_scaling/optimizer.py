@@ -1,7 +1,6 @@
 """The optimizer that scales the loss and skips steps that overflowed."""
 
 import functools
-import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -179,7 +178,6 @@ class LossScaleOptimizer(
                 "128.0). (Keras says to set `loss_scale_factor` on the inner "
                 "optimizer; that applies steps that are not finite.)"
             )
-        _refuse_misspelt(kwargs)
         rule = rules.of_arguments(
             loss_scale, initial_scale, dynamic_growth_steps
         )
@@ -769,25 +767,6 @@ def scalers(model: keras.Model) -> list[LossScaleOptimizer]:
     """Lists the loss-scale optimizers of a model; a GAN may have several."""
     held = vars(model).values()
     return [value for value in held if isinstance(value, LossScaleOptimizer)]
-
-
-def _refuse_misspelt(given: Iterable[str]) -> None:
-    """Refuses misspelled arguments of `LossScaleOptimizer`."""
-    fields = inspect.signature(rules.DynamicLossScale).parameters
-    own = "initial_scale dynamic_growth_steps loss_scale".split()
-    meant = {
-        "growth_interval": "dynamic_growth_steps",
-        **{
-            field: f"loss_scale=DynamicLossScale({field}=...)"
-            for field in fields
-        },
-        **{argument: argument for argument in own},
-    }
-    for name in given:
-        if hint := _arguments.did_you_mean(name, meant, cutoff=0.8):
-            raise ValueError(
-                f"LossScaleOptimizer has no argument `{name}`.{hint}"
-            )
 
 
 def _paired(name: str, variables: Sequence, values: Sequence) -> list[tuple]:
