@@ -235,7 +235,9 @@ class _MixedModel:
             return optimizer.place()
         order = training.STEP_ON_JAX
         _, _, values, _ = replacing.argument(order, args, kwargs, "state")
-        with keras.StatelessScope(optimizer.checked_mapping(values)):
+        # Keras refuses another number of values, and says so.
+        mapping = zip(optimizer.variables, values, strict=False)
+        with keras.StatelessScope(mapping):
             return optimizer.place()
 
     def _in_float32(self, original: Callable, *args: Any, **kwargs: Any) -> Any:

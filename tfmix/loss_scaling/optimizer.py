@@ -502,31 +502,13 @@ class LossScaleOptimizer(
                 "call `optimizer.apply(grads, variables)`. Received: "
                 f"backend={keras.backend.backend()!r}."
             )
-        if not self.built:
-            raise ValueError(
-                "`stateless_apply` needs a built optimizer. Call "
-                "`optimizer.build(model.trainable_variables)` first."
+        with context_values.holding(takes_unscaled=unscaled):
+            values: tuple[list, list] = (
+                keras.optimizers.Optimizer.stateless_apply(
+                    self, optimizer_variables, grads, trainable_variables
+                )
             )
-        used = self._model_variables, self.variables
-        mapping = [
-            *self.checked_mapping(optimizer_variables),
-            *_paired("trainable_variables", used[0], trainable_variables),
-        ]
-        with keras.StatelessScope(state_mapping=mapping) as scope:
-            self.apply(grads, unscaled=unscaled)
-        weights, slots = (
-            [scope.get_current_value(variable) for variable in variables]
-            for variables in used
-        )
-        return weights, slots
-
-    def checked_mapping(self, values: Sequence) -> list[tuple]:
-        """Returns pairs of `optimizer.variables` and their values (JAX).
-
-        Raises:
-            ValueError: If their number differs.
-        """
-        return _paired("optimizer_variables", self.variables, values)
+        return values
 
     @tracing.untouched
     def apply_gradients(self, grads_and_vars: Iterable) -> Any:
@@ -767,18 +749,6 @@ def scalers(model: keras.Model) -> list[LossScaleOptimizer]:
     """Lists the loss-scale optimizers of a model; a GAN may have several."""
     held = vars(model).values()
     return [value for value in held if isinstance(value, LossScaleOptimizer)]
-
-
-def _paired(name: str, variables: Sequence, values: Sequence) -> list[tuple]:
-    values = list(values)
-    if len(values) != len(variables):
-        raise ValueError(
-            f"`{name}` must have one value for each variable that the "
-            f"optimizer was built with. Received: {len(values)} values for "
-            f"{len(variables)} variables. If layers were made trainable or "
-            "frozen since, call `model.compile` again, with a new optimizer."
-        )
-    return list(zip(variables, values, strict=True))
 
 
 def _filled(value: Any, shape: tuple, dtype: str | None = None) -> Any:
