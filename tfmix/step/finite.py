@@ -33,8 +33,8 @@ def all_finite(tensors: Any) -> Any:
     """Returns whether no tensor holds an infinity or a NaN.
 
     Reads each tensor once and copies nothing to the host. Sparse gradients
-    (`tf.IndexedSlices`, JAX's `BCOO`) are checked on their values and on the
-    sums of the rows that several values share, never as a dense tensor.
+    (`tf.IndexedSlices`, JAX's `BCOO`) are finite if the magnitudes of their
+    values have a finite sum, so that no row overflows when it is summed.
 
     Args:
         tensors: A tensor, or any nest of lists, tuples and dicts of tensors
@@ -50,9 +50,7 @@ def all_finite(tensors: Any) -> Any:
         False
     """
     leaves = [
-        leaf
-        if gradients.is_sparse(leaf) or gradients.is_sparse_of_jax(leaf)
-        else ops.convert_to_tensor(leaf)
+        ops.convert_to_tensor(leaf) if gradients.values(leaf) is leaf else leaf
         for leaf in tree.flatten(tensors)
         if leaf is not None
     ]
@@ -76,10 +74,7 @@ def not_finite(tensors: Sequence) -> Any:
 
 
 def _not_finite(tensors: Sequence) -> Any:
-    tensors = [
-        gradients.summed(t) if gradients.is_sparse_of_jax(t) else t
-        for t in tensors
-    ]
+    tensors = [*map(_dense, tensors)]
     if not tracing.by_xla():
         all_fine = [tensor is None or is_finite(tensor) for tensor in tensors]
         return ops.logical_not(ops.stack(all_fine))
@@ -96,8 +91,6 @@ def _not_finite_alike(tensors: list) -> Any:
 
 def is_finite(tensor: Any) -> Any:
     """Returns a boolean scalar tensor: whether all numbers are finite."""
-    if gradients.is_sparse(tensor):
-        return _is_finite_sparse(tensor)
     dtype = keras.backend.standardize_dtype(tensor.dtype)
     if dtype.startswith("complex"):
         parts = ops.real(tensor), ops.imag(tensor)
@@ -109,23 +102,19 @@ def is_finite(tensor: Any) -> Any:
 
 def _is_apart(tensor: Any) -> bool:
     """Returns whether no kernel can read a tensor together with others."""
-    if tensor is None or gradients.is_sparse(tensor) or None in tensor.shape:
+    if tensor is None or None in tensor.shape:
         return True
     return not gradients.is_float(tensor)
 
 
-def _is_finite_sparse(slices: Any) -> Any:
+def _dense(tensor: Any) -> Any:
+    """Returns a dense tensor unchanged, and a number for a sparse one."""
+    values = gradients.values(tensor)
+    if values is tensor:
+        return tensor
     # The optimizer sums the values of a row. No partial sum exceeds the sum of
-    # all magnitudes, so every row is finite if the format holds that sum.
-    total = tf.reduce_sum(tf.cast(tf.abs(slices.values), tf.float32))
-
-    def by_rows() -> Any:
-        return is_finite(gradients.summed(slices))
-
-    fits = total <= tf.cast(slices.dtype.real_dtype.max, tf.float32)
-    if tracing.by_xla():
-        return tf.logical_or(fits, by_rows())
-    return tf.cond(fits, lambda: tf.constant(True), by_rows)
+    # all magnitudes.
+    return ops.sum(ops.abs(gradients.widened(values)))
 
 
 def take(

@@ -173,18 +173,14 @@ def blames_data(gradients: Sequence, both: Callable) -> Any:
     Returns:
         Boolean scalar tensor; `False` if there is no gradient.
     """
-    values = [
-        g.data if is_sparse_of_jax(g) else getattr(g, "values", g)
-        for g in gradients
-        if g is not None
-    ]
-    values = [value for value in values if 0 not in tuple(value.shape)]
-    values = [
+    numbers = [values(each) for each in gradients if each is not None]
+    numbers = [value for value in numbers if 0 not in tuple(value.shape)]
+    numbers = [
         value
-        for value, says in zip(values, become_infinite(values), strict=True)
+        for value, says in zip(numbers, become_infinite(numbers), strict=True)
         if says
     ]
-    if not values:
+    if not numbers:
         return False
     # The first variable gets gradients from everything after it. The last one
     # may belong to the one head whose loss is not finite. Scalars fuse with the
@@ -192,7 +188,7 @@ def blames_data(gradients: Sequence, both: Callable) -> Any:
     # first, a TPU would copy all of it.
     first, last = (
         ops.isnan(ops.reshape(value[(slice(1),) * len(value.shape)], ()))
-        for value in (values[0], values[-1])
+        for value in (numbers[0], numbers[-1])
     )
     return both(first, last)
 
@@ -212,6 +208,13 @@ def is_sparse_of_jax(tensor: Any) -> bool:
     """Returns whether `tensor` is a sparse gradient of Keras's under JAX."""
     on_jax = keras.backend.backend() == "jax"
     return on_jax and isinstance(tensor, sparse.BCOO)
+
+
+def values(tensor: Any) -> Any:
+    """Returns the values of a sparse tensor, and a dense one unchanged."""
+    if is_sparse_of_jax(tensor):
+        return tensor.data
+    return tensor.values if is_sparse(tensor) else tensor
 
 
 def summed(tensor: Any) -> Any:
