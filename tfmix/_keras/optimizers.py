@@ -53,21 +53,6 @@ def with_nested(optimizer: Any) -> Iterator[Optimizer]:
             yield from with_nested(held)
 
 
-def is_applied_in_place(optimizer: Optimizer | None) -> bool:
-    """Says whether no code but Keras's base class and ours calls an `apply`.
-
-    Another class, such as Keras's scaler, may call it in a branch.
-    """
-    for name in ("apply", "apply_gradients", "stateless_apply"):
-        method = getattr(optimizer, name, None)
-        function = getattr(method, "__func__", None)
-        is_base = function is getattr(keras.optimizers.Optimizer, name, None)
-        module = getattr(function, "__module__", "")
-        if not (is_base or module.startswith("tfmix.")):
-            return False
-    return True
-
-
 def workers(optimizer: Optimizer) -> list[Optimizer]:
     """Returns the optimizers of a `MultiOptimizer`, or the one given."""
     return getattr(optimizer, "optimizers", [optimizer])

@@ -181,7 +181,7 @@ def _apply(
     these = list(known if variables is None else variables)
     guard.note_update(these)
     skips = _skips[optimizer]
-    applied = finite.take(
+    applied = finite.apply_step(
         optimizer,
         grads,
         these,

@@ -679,7 +679,7 @@ class LossScaleOptimizer(
             self._state.warn(applied, bad)
 
         by_scale = functools.partial(gradients.unscaled, scale=current)
-        finite.take(
+        finite.apply_step(
             self,
             grads,
             variables,

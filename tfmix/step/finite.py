@@ -117,7 +117,7 @@ def _dense(tensor: Any) -> Any:
     return ops.sum(ops.abs(gradients.widened(values)))
 
 
-def take(
+def apply_step(
     optimizer: Any,
     grads: Sequence,
     variables: Sequence,
@@ -183,15 +183,14 @@ def apply_if_finite(
     """
     bad = _bad_of_step(list(grads))
     applied = _known(ops.logical_not(ops.any(bad)))
-    update = functools.partial(_as_chosen, update)
-    if isinstance(applied, bool):
-        if applied:
-            update()
-    elif tracing.by_xla():
-        with keras_variables.selecting(applied, variables):
-            update()
-    else:
-        tf.cond(applied, _then(update), _then(None))
+    # An optimizer computes in the dtypes of its variables: the rules of a
+    # model's step only cost time here.
+    with context_values.holding(is_chosen=True, rules=context_values.NO_RULES):
+        if _is_selected(applied):
+            with keras_variables.selecting(applied, variables):
+                update()
+        else:
+            _branch(applied, update, None)
     return applied, bad
 
 
@@ -203,20 +202,17 @@ def restore_unless(applied: Any, pairs: Sequence[tuple[Any, Any]]) -> None:
         pairs: The variables that were `written`, each with its value before the
             step.
     """
-    applied = _known(applied)
 
     def restore(stays: Any = False) -> None:
         for variable, old in pairs:
             new = keras_variables.read(variable)
             variable.assign(kernels.select(stays, new, old))
 
-    if isinstance(applied, bool):
-        if not applied:
-            restore()
-    elif tracing.by_xla():
+    applied = _known(applied)
+    if _is_selected(applied):
         restore(applied)
     elif pairs:
-        tf.cond(applied, _then(None), _then(restore))
+        _branch(applied, None, restore)
 
 
 def either(condition: Any, function: Callable[[], Any]) -> Any:
@@ -227,11 +223,9 @@ def either(condition: Any, function: Callable[[], Any]) -> Any:
         function: Returns a bool or boolean scalar tensor, and changes nothing.
     """
     condition = _known(condition)
-    if isinstance(condition, bool):
-        return condition or _known(function())
-    if tracing.by_xla():
+    if _is_selected(condition):
         return ops.logical_or(condition, function())
-    return tf.cond(condition, _then(None), function)
+    return _branch(condition, None, function)
 
 
 def written(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
@@ -269,22 +263,24 @@ def is_chosen() -> bool:
     return context_values.block.get().is_chosen
 
 
-def _as_chosen(update: Callable[[], Any]) -> None:
-    # An optimizer computes in the dtypes of its variables: the rules of a
-    # model's step only cost time here.
-    with context_values.holding(is_chosen=True, rules=context_values.NO_RULES):
-        update()
+def _is_selected(condition: Any) -> bool:
+    """Returns whether values are selected by a condition, without a branch."""
+    return not isinstance(condition, bool) and tracing.by_xla()
 
 
-def _then(function: Callable[[], Any] | None) -> Callable[[], Any]:
-    """Returns a branch of a conditional, which has to return a tensor."""
+def _branch(
+    condition: Any, if_true: Callable | None, if_false: Callable | None
+) -> Any:
+    """Runs one of two functions; returns its result, `True` for nothing."""
 
-    def branch() -> Any:
-        if function is not None:
-            function()
-        return tf.constant(True)
+    def run(function: Callable | None) -> Any:
+        result = None if function is None else function()
+        return True if result is None else result
 
-    return branch
+    if isinstance(condition, bool):
+        return run(if_true if condition else if_false)
+    both = (functools.partial(run, each) for each in (if_true, if_false))
+    return tf.cond(condition, *both)
 
 
 def _known(condition: Any) -> Any:
