@@ -20,9 +20,6 @@ WAYS = {
     "stochastic": lambda inner: bfloat16_optimizer.BFloat16Optimizer(
         inner, seed=7
     ),
-    "narrow": lambda inner: bfloat16_optimizer.BFloat16Optimizer(
-        inner, seed=7, slot_dtype="bfloat16"
-    ),
 }
 # And 8-bit state of float32 variables.
 STATES = WAYS | {

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from tfmix._keras import kernels, optimizers, replacing, variables
+from tfmix._keras import kernels, replacing, variables
 from tfmix.optimizers import bits, eight_bit_slots, sixteen_bit_optimizer
 
 # A step may assign a variable more than once (weight decay, then the update,
@@ -69,28 +69,11 @@ class _StochasticRounding(sixteen_bit_optimizer.StandIns):
 
     @contextlib.contextmanager
     def creating_slots(self) -> Iterator[None]:
-        """Places the optimizer state, in bfloat16 if `slot_dtype` says so."""
+        """Makes the inner optimizer place its state beside the variables."""
         with contextlib.ExitStack() as undo:
             for view in self.created:
                 replacing.swap(undo, view, "colocating", True)
-            if self.optimizer.slot_dtype == "bfloat16":
-                for worker in optimizers.workers(
-                    self.optimizer.inner_optimizer
-                ):
-                    self._narrow_slots(undo, worker)
             yield
-
-    def _narrow_slots(self, undo: contextlib.ExitStack, optimizer: Any) -> None:
-        original = optimizer.add_variable_from_reference
-
-        def make(
-            variable: keras.Variable, name: str | None, initializer: Any
-        ) -> _StochasticView | None:
-            if not isinstance(variable, _StochasticView):
-                return None
-            return self.make_one(original(variable.stored, name, initializer))
-
-        eight_bit_slots.replace_state(undo, optimizer, make)
 
     def refresh(self) -> None:
         """Starts the streams of random bits again, for a new step."""
@@ -113,10 +96,8 @@ class BFloat16Optimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
         seed: Integer of 31 bits that decides the stochastic rounding.
             Defaults to `None`: drawn from Python's `random`, which
             `keras.utils.set_random_seed` seeds.
-        slot_dtype: `"float32"`; `"bfloat16"` to store the inner optimizer's
-            state in bfloat16 as well, rounded stochastically; or `"int8"`,
-            or a list of rules, as in `LowMemoryOptimizer`. Defaults to
-            `"float32"`.
+        slot_dtype: `"float32"`, or `"int8"` or a list of rules, as in
+            `LowMemoryOptimizer`. Defaults to `"float32"`.
         name: String. Defaults to the snake-case class name.
 
     Raises:
@@ -136,8 +117,6 @@ class BFloat16Optimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
         0.992
     """
 
-    slot_dtypes = ("float32", "bfloat16", eight_bit_slots.INT8)
-
     def __init__(
         self,
         inner_optimizer: Any,
@@ -153,8 +132,3 @@ class BFloat16Optimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
     ) -> sixteen_bit_optimizer.StandIns:
         """Creates the views; see `SixteenBitOptimizer`."""
         return _StochasticRounding(self, model_variables)
-
-    def get_config(self) -> dict:
-        """Returns the settings `from_config` needs."""
-        names = "seed", "slot_dtype"
-        return super().get_config() | {n: getattr(self, n) for n in names}

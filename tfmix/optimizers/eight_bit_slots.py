@@ -17,6 +17,7 @@ from tfmix.optimizers import eight_bit
 # `slot_dtype` is a dtype, or pairs of a pattern of paths and a dtype.
 Rules = str | Sequence[tuple[str, str]]
 INT8 = "int8"
+_DTYPES = "float32", INT8
 # Sums and averages over many steps stay in float32. So does state from which
 # weights are computed in each step, because rounding it would round them.
 _WIDE = ("average", "gradient_accumulator")
@@ -38,16 +39,16 @@ class Created(NamedTuple):
     state: keras.Variable
 
 
-def check(slot_dtype: Rules, allowed: Sequence[str]) -> Rules:
+def check(slot_dtype: Rules) -> Rules:
     """Checks the argument `slot_dtype`, and returns it in its saved form."""
     if isinstance(slot_dtype, str):
-        if slot_dtype in allowed:
+        if slot_dtype in _DTYPES:
             return slot_dtype
     elif isinstance(slot_dtype, list | tuple) and slot_dtype:
         if all(map(_is_rule, slot_dtype)):
             return [(pattern, dtype) for pattern, dtype in slot_dtype]
     raise ValueError(
-        f"`slot_dtype` must be one of {list(allowed)}, or a list of pairs of a "
+        f"`slot_dtype` must be one of {list(_DTYPES)}, or a list of pairs of a "
         "regular expression for variables' paths and 'float32' or 'int8': "
         "[('head', 'float32'), ('.', 'int8')]. Received: slot_dtype="
         f"{slot_dtype!r}."
@@ -62,7 +63,7 @@ def _is_rule(rule: Any) -> bool:
     except (TypeError, re.error):
         return False
     # `re.compile` also accepts patterns and bytes, which cannot be saved.
-    return isinstance(rule[0], str) and rule[1] in ("float32", INT8)
+    return isinstance(rule[0], str) and rule[1] in _DTYPES
 
 
 def has_eight_bits(slot_dtype: Rules) -> bool:
@@ -87,13 +88,13 @@ def keeps_float32(slot_dtype: Rules, variable: keras.Variable) -> bool:
     return True
 
 
-def stays_wide(optimizer: Any, name: str | None) -> bool:
+def _stays_wide(optimizer: Any, name: str | None) -> bool:
     """Returns whether an optimizer's state of this name is never rounded."""
     kinds = [kind.__name__ for kind in type(optimizer).__mro__]
     return name in _WIDE or any(_WEIGHTS.get(kind) == name for kind in kinds)
 
 
-def check_rounding(optimizer: Any) -> None:
+def _check_rounding(optimizer: Any) -> None:
     """Raises an error for an optimizer whose moments depend on each other."""
     if getattr(optimizer, "centered", False):
         raise ValueError(
@@ -140,47 +141,6 @@ def _code(optimizer: Any, name: str) -> eight_bit.Code:
     return eight_bit.SIGNS if is_lion else eight_bit.SIGNED
 
 
-def replace_state(
-    undo: contextlib.ExitStack,
-    optimizer: Any,
-    make: Callable[..., variables.Float32View | None],
-) -> list[Created]:
-    """Makes an optimizer round its state until a stack unwinds.
-
-    Args:
-        undo: The stack.
-        optimizer: The optimizer, which is built in the meantime.
-        make: Takes a variable, the name of its state and an initializer;
-            returns the state as a view, `None` to keep it as it is.
-
-    Returns:
-        A list to which the states will be added.
-    """
-    check_rounding(optimizer)
-    created: list[Created] = []
-    original = optimizer.add_variable_from_reference
-
-    def add(
-        reference_variable: keras.Variable,
-        name: str | None = None,
-        initializer: Any = "zeros",
-    ) -> keras.Variable:
-        state = None
-        if not stays_wide(optimizer, name):
-            state = make(reference_variable, name, initializer)
-        if state is None:
-            state = original(reference_variable, name, initializer)
-        else:
-            # What the view stores is tracked already. Removing that from the
-            # list of tracked variables would stop TensorFlow from saving it.
-            optimizers.count_as_tracked(optimizer, state)
-        created.append(Created(reference_variable, name, state))
-        return state
-
-    replacing.swap(undo, optimizer, "add_variable_from_reference", add)
-    return created
-
-
 @contextlib.contextmanager
 def creating(
     optimizer: optimizers.Optimizer,
@@ -213,27 +173,46 @@ def _narrow(
     keeps_float32: Callable[[keras.Variable], bool],
     draw: Callable[[tuple[int, ...], int, Any], Any],
 ) -> list[Created]:
-    """Returns a list to which the slots will be added."""
+    """Makes an optimizer round its state until a stack unwinds.
+
+    Returns:
+        A list to which the states will be added.
+    """
+    _check_rounding(worker)
     _never_negative(worker)
+    created: list[Created] = []
     slots_of: collections.Counter[int] = collections.Counter()
+    original = worker.add_variable_from_reference
 
-    def make(
-        variable: keras.Variable, name: str | None, initializer: Any
-    ) -> _Slot | None:
-        if keeps_float32(variable):
-            return None
-        # Each slot of a variable is rounded with its own noise. Slots of
-        # different variables share theirs, so that one kernel serves all
-        # variables of a shape. Views use streams from 0 on.
-        stream = -1 - slots_of[id(variable)]
-        slots_of[id(variable)] += 1
+    def add(
+        reference_variable: keras.Variable,
+        name: str | None = None,
+        initializer: Any = "zeros",
+    ) -> keras.Variable:
+        key = id(reference_variable)
+        if _stays_wide(worker, name) or keeps_float32(reference_variable):
+            state = original(reference_variable, name, initializer)
+        else:
+            # Each slot of a variable is rounded with its own noise. Slots of
+            # different variables share theirs, so that one kernel serves all
+            # variables of a shape. Views use streams from 0 on.
+            slots_of[key] += 1
+            stream = -slots_of[key]
 
-        def noise(shape: tuple[int, ...], offset: Any) -> Any:
-            return draw(shape, stream, offset)
+            def noise(shape: tuple[int, ...], offset: Any) -> Any:
+                return draw(shape, stream, offset)
 
-        return _make(worker, variable, name or "var", initializer, noise)
+            state = _make(
+                worker, reference_variable, name or "var", initializer, noise
+            )
+            # What the view stores is tracked already. Removing that from the
+            # list of tracked variables would stop TensorFlow from saving it.
+            optimizers.count_as_tracked(worker, state)
+        created.append(Created(reference_variable, name, state))
+        return state
 
-    return replace_state(undo, worker, make)
+    replacing.swap(undo, worker, "add_variable_from_reference", add)
+    return created
 
 
 def _make(

@@ -98,7 +98,6 @@ class SixteenBitOptimizer(
     # These are class attributes, so that setting them does not reach an inner
     # optimizer with attributes of the same names.
     slot_dtype: eight_bit_slots.Rules = "float32"
-    slot_dtypes: tuple[str, ...] = ("float32", eight_bit_slots.INT8)
     seed: int | None = None
     seed_variable: keras.Variable | None = None
 
@@ -111,7 +110,7 @@ class SixteenBitOptimizer(
         draws: bool = False,
     ) -> None:
         inner_optimizer = _check_inner(type(self).__name__, inner_optimizer)
-        slot_dtype = eight_bit_slots.check(slot_dtype, self.slot_dtypes)
+        slot_dtype = eight_bit_slots.check(slot_dtype)
         draws = draws or eight_bit_slots.has_eight_bits(slot_dtype)
         if seed is not None and not draws:
             raise ValueError(
