@@ -22,10 +22,8 @@ _DTYPES = "float32", INT8
 # weights are computed in each step, because rounding it would round them.
 _WIDE = ("average", "gradient_accumulator")
 _WEIGHTS = {"ScheduleFreeAdamW": "momentum", "Ftrl": "linear"}
-# Second moments are never negative. Keras's optimizers give them these names;
-# other classes list theirs in an attribute.
+# Second moments are never negative. Keras's optimizers give them these names.
 _SECOND_MOMENTS = re.compile("velocity|accumul|norm|squared")
-_DECLARED = "never_negative"
 # Variables with fewer elements save too little memory. Embeddings, which have
 # this in their paths, have gradients that differ most from row to row.
 _SMALL, _RARE = 4096, "embedding"
@@ -106,36 +104,21 @@ def _check_rounding(optimizer: Any) -> None:
         )
 
 
-def _never_negative(optimizer: Any) -> tuple[str, ...] | None:
-    """Returns the non-negative moments that a custom class declares.
-
-    Keras's classes declare none, because their names are known: the result is
-    `None` for them.
-    """
+def _check_class(optimizer: Any) -> None:
+    """Raises an error for a class whose second moments are not known."""
     kind = type(optimizer)
-    if hasattr(kind, _DECLARED):
-        names = getattr(optimizer, _DECLARED)
-        return (names,) if isinstance(names, str) else tuple(names)
-    if kind.update_step.__module__.split(".")[0] == "keras":
-        return None
-    raise ValueError(
-        "To store moments in 8 bits, a class with its own `update_step` must "
-        "declare which of them are never negative. Received: "
-        f"inner_optimizer={optimizer.name!r} of type {kind.__name__}. "
-        f"Write `{_DECLARED} = ('velocity',)` into {kind.__name__}, with "
-        "the names of these moments, or `()` if there are none; or leave out "
-        "slot_dtype='int8'."
-    )
+    if kind.update_step.__module__.split(".")[0] != "keras":
+        raise ValueError(
+            "Only Keras's optimizers can have state in 8 bits: of others it is "
+            "not known which moments are never negative. Received: "
+            f"inner_optimizer={optimizer.name!r} of type {kind.__name__}, with "
+            "an `update_step` of its own. Leave out slot_dtype='int8'."
+        )
 
 
 def _code(optimizer: Any, name: str) -> eight_bit.Code:
     """Returns the 8-bit format for a moment."""
-    declared = _never_negative(optimizer)
-    if declared is None:
-        is_second = bool(_SECOND_MOMENTS.search(name))
-    else:
-        is_second = name in declared
-    if is_second:
+    if _SECOND_MOMENTS.search(name):
         return eight_bit.UNSIGNED
     is_lion = isinstance(optimizer, keras.optimizers.Lion)
     return eight_bit.SIGNS if is_lion else eight_bit.SIGNED
@@ -163,7 +146,6 @@ def creating(
         ]
         yield
     for worker, slots in created:
-        _check_declared(worker, slots)
         _refuse_others(worker, slots)
 
 
@@ -179,7 +161,7 @@ def _narrow(
         A list to which the states will be added.
     """
     _check_rounding(worker)
-    _never_negative(worker)
+    _check_class(worker)
     created: list[Created] = []
     slots_of: collections.Counter[int] = collections.Counter()
     original = worker.add_variable_from_reference
@@ -254,19 +236,6 @@ def _make(
     )
 
     return _Slot(codes, sizes, code, noise)
-
-
-def _check_declared(worker: Any, created: list[Created]) -> None:
-    """Raises an error if a class declares moments that do not exist."""
-    slots = sorted({name for _, name, _ in created if name})
-    for name in _never_negative(worker) or ():
-        if created and name not in slots:
-            raise ValueError(
-                f"`{_DECLARED}` must name moments. Received: {name!r} in "
-                f"{type(worker).__name__}, whose moments are {slots}. Write "
-                "one of these. If a moment does not always exist, make "
-                f"`{_DECLARED}` a property."
-            )
 
 
 def _refuse_others(worker: Any, created: list[Created]) -> None:

@@ -37,11 +37,9 @@ class LowMemoryOptimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
     drop.)
 
     Args:
-        inner_optimizer: A `keras.optimizers.Optimizer`, its name or config.
-            Its moments must have the shapes of the variables. A class with
-            its own `update_step` must declare the moments that are never
-            negative, so that they are stored unsigned: `never_negative =
-            ("velocity",)`.
+        inner_optimizer: One of Keras's optimizers, its name or config. Its
+            moments must have the shapes of the variables, and its class must
+            not have an `update_step` of its own.
         slot_dtype: `"int8"`, or a list of pairs of a regular expression,
             searched in the variable's path, and `"int8"` or `"float32"`. The
             first match counts; variables without one keep float32. (Leave the
@@ -58,10 +56,9 @@ class LowMemoryOptimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
 
     Raises:
         ValueError: If an argument is wrong or, when built, if a variable is
-            16-bit, a moment does not have the shape of its variable, a class
-            does not declare its non-negative moments correctly, or the
-            optimizer is `RMSprop(centered=True)`, whose moments depend on
-            each other.
+            16-bit, a moment does not have the shape of its variable, the class
+            is not Keras's, or the optimizer is `RMSprop(centered=True)`, whose
+            moments depend on each other.
         TypeError: If `inner_optimizer` is not an optimizer, or `seed` not an
             integer.
 
