@@ -1,8 +1,6 @@
 """Training with 8-bit optimizer state matches float32 state."""
 
-import functools
 import itertools
-import math
 import re
 
 import keras
@@ -18,7 +16,6 @@ MASTERS = tfmix.optimizers.MasterWeightOptimizer
 # Ways to keep the bits that bfloat16 variables lack.
 PURE = {
     "masters": MASTERS,
-    "flat": functools.partial(MASTERS, flat=True),
     "stochastic": tfmix.optimizers.BFloat16Optimizer,
 }
 
@@ -237,40 +234,6 @@ def test_an_empty_variable_is_ignored():
     optimizer.build(variables)
     optimizer.apply([keras.ops.ones((2, 0, 3))], variables)
     assert not coded(optimizer)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rules", "wide"),
-    [
-        ("int8", {"embedding", "bias"}),
-        ([("kernel", "float32"), ("", "int8")], {"kernel"}),
-        ([("kernel", "int8")], {"embedding", "bias"}),
-    ],
-)
-def test_flat_masters_group_variables_by_their_state(rules, wide):
-    sizes = {"embedding": (100, 64), "kernel": (64, 100), "bias": (100,)}
-    variables = [
-        keras.Variable(np.zeros(shape), dtype="bfloat16", name=name)
-        for name, shape in sizes.items()
-    ]
-    optimizer = tfmix.optimizers.MasterWeightOptimizer(
-        keras.optimizers.Adam(), flat=True, slot_dtype=rules
-    )
-    optimizer.build(variables)
-    found = {"float32": 0, "uint8": 0}
-    for variable in optimizer.variables:
-        if variable.path.endswith("velocity"):
-            found[variable.dtype] += math.prod(variable.shape)
-    known = {name: math.prod(shape) for name, shape in sizes.items()}
-    assert found["float32"] == sum(known[name] for name in wide)
-    assert sum(found.values()) == sum(known.values())
-    grads = [keras.ops.ones(v.shape, "bfloat16") for v in variables]
-    optimizer.apply(grads, variables)
-    for variable in variables:
-        # Each weight moves by moments that are rounded up or down.
-        mean = np.mean(helpers.to_numpy(keras.ops.cast(variable, "float32")))
-        np.testing.assert_allclose(mean, -0.001, rtol=0.01)
 
 
 @pytest.mark.slow

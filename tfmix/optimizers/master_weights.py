@@ -32,7 +32,8 @@ class MasterWeightOptimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
     Args:
         inner_optimizer: A `keras.optimizers.Optimizer`, its name or config.
         flat: Boolean. Joins the masters into one vector per dtype: one update
-            instead of one per variable. For element-wise optimizers only.
+            instead of one per variable. For element-wise optimizers only, and
+            without 8-bit state.
             Defaults to `False`.
         slot_dtype: `"float32"`, or `"int8"` or a list of rules, as in
             `LowMemoryOptimizer`. Defaults to `"float32"`.
@@ -71,6 +72,12 @@ class MasterWeightOptimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
         if not isinstance(flat, bool):
             raise TypeError(
                 f"`flat` must be True or False. Received: flat={flat!r}."
+            )
+        if flat and slot_dtype != "float32":
+            raise ValueError(
+                "flat=True joins variables, and 8-bit state is chosen for each "
+                f"of them. Received: flat=True, slot_dtype={slot_dtype!r}. "
+                "Leave out one of the two."
             )
         super().__init__(inner_optimizer, name, slot_dtype, seed)
         self.flat = flat

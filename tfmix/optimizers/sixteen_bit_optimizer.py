@@ -1,6 +1,7 @@
 """The base class of optimizers that update 16-bit variables in float32."""
 
 import contextlib
+import functools
 import numbers
 import random
 from collections.abc import Callable, Sequence
@@ -55,11 +56,6 @@ class StandIns:
     def targets(self, these: Variables) -> list[keras.Variable]:
         """Returns the stand-ins of some variables, if they have no others."""
         return [self.target(variable) for variable in these]
-
-    def keeps_float32_slots(self, variable: keras.Variable) -> bool:
-        """Returns whether the state of an inner variable is in float32."""
-        rules = self.optimizer.slot_dtype
-        return eight_bit_slots.keeps_float32(rules, variable)
 
     def creating_slots(self) -> contextlib.AbstractContextManager:
         """A context in which the inner optimizer is built."""
@@ -177,7 +173,7 @@ class SixteenBitOptimizer(
             return contextlib.nullcontext()
         return eight_bit_slots.creating(
             self.inner_optimizer,
-            self._store.keeps_float32_slots,
+            functools.partial(eight_bit_slots.keeps_float32, self.slot_dtype),
             self.draw_noise,
         )
 
