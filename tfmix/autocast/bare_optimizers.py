@@ -4,7 +4,6 @@ This protects loops without `compile`, and models with several optimizers.
 """
 
 import functools
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -59,7 +58,6 @@ class Skips(state.Counts):
     # Losses are not scaled: the state's scale moves gradients inside models.
     rule = rules.NoLossScale()
     loss_scale = 1.0
-    gradient_norm = math.nan
     # It is not known why a step was skipped.
     data_skips = None
 

@@ -245,54 +245,6 @@ class LossScaleOptimizer(
             return None
         return int(state.on_host(self._state.held.data_skips))
 
-    @property
-    def gradient_norm(self) -> float:
-        """Norm of the last applied step's unscaled gradients, before clipping.
-
-        It is NaN until `keep_gradient_norm` was called and a step applied.
-        Reading it waits for the device.
-        """
-        kept = self._state.held.gradient_norm
-        return float("nan") if kept is None else float(state.on_host(kept))
-
-    def keep_gradient_norm(self) -> bool:
-        """Makes each step store the norm of its gradients in `gradient_norm`.
-
-        Call it before the first step; a compiled step does not change. It reads
-        every gradient once more. Under a `tf.distribute` strategy it is the
-        norm of the sum over all replicas.
-
-        Returns:
-            Bool, whether it was off before.
-
-        Raises:
-            ValueError: If an optimizer inside accumulates gradients.
-
-        Examples:
-            >>> optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), 8.0)
-            >>> optimizer.keep_gradient_norm()
-            True
-            >>> weight = keras.Variable([0.0, 0.0])
-            >>> grads = [optimizer.scale_loss(ops.array([3.0, 4.0]))]
-            >>> optimizer.apply(grads, [weight])
-            >>> optimizer.gradient_norm
-            5.0
-        """
-        for optimizer in optimizers.with_nested(self.inner_optimizer):
-            steps = getattr(optimizer, "gradient_accumulation_steps", None)
-            if steps is not None:
-                raise ValueError(
-                    "`gradient_norm` cannot be kept where gradients are "
-                    "accumulated: an update takes the mean of several "
-                    "batches, and no batch has the norm of it. Received: "
-                    f"gradient_accumulation_steps={steps!r} in "
-                    f"{optimizer.name!r}. Leave out one of the two."
-                )
-        if self._state.held.gradient_norm is not None:
-            return False
-        self._state.keep_norm()
-        return True
-
     def check_health(self, max_consecutive_skips: int = 50) -> None:
         """Raises if training is stuck; call it now and then in a long loop.
 
@@ -667,15 +619,11 @@ class LossScaleOptimizer(
         current = rule.current(scale)
 
         def count(applied: Any, bad: Any, true: list) -> None:
-            norm = None
-            if self._state.held.gradient_norm is not None:
-                norm = gradients.norm(true, variables)
-
             def is_data() -> Any:
                 each = gradients.without_values(true, variables)
                 return self._blames_data(each, unscaled)
 
-            self._state.count(applied, bad, variables, is_data, norm)
+            self._state.count(applied, bad, variables, is_data)
             self._state.warn(applied, bad)
 
         by_scale = functools.partial(gradients.unscaled, scale=current)
@@ -734,9 +682,7 @@ class LossScaleOptimizer(
         return optimizers.remembered(self)
 
     def _saved_variables(self) -> list[keras.Variable]:
-        # A file holds the same state with the norm and without.
-        norm = self._state.held.gradient_norm
-        unused = norm, *optimizers.unused(self)
+        unused = optimizers.unused(self)
         return [
             variable
             for variable in optimizers.own_variables(self)

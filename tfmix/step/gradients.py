@@ -11,9 +11,7 @@ from tfmix._keras import kernels, tracing
 from tfmix._keras import variables as keras_variables
 from tfmix.ops import tensors
 
-if keras.backend.backend() == "tensorflow":
-    import tensorflow as tf
-else:
+if keras.backend.backend() == "jax":
     from jax.experimental import sparse
 
 # Beyond 2^126 a scale's reciprocal is subnormal, which XLA flushes to zero.
@@ -117,16 +115,6 @@ def widened(gradient: Any) -> Any:
     return _on_values(tensors.to_float32, gradient) if narrow else gradient
 
 
-def norm(true: Sequence, variables: Sequence) -> Any:
-    """Returns the float32 norm of all unscaled gradients together."""
-    squares = [
-        ops.sum(ops.square(ops.cast(summed(gradient), "float32")))
-        for gradient in without_values(true, variables)
-        if gradient is not None
-    ]
-    return ops.sqrt(sum(squares, ops.zeros(())))
-
-
 def without_values(grads: Sequence, variables: Sequence) -> list:
     """Returns gradients without the values that overwrite their variables."""
     return [
@@ -215,21 +203,3 @@ def values(tensor: Any) -> Any:
     if is_sparse_of_jax(tensor):
         return tensor.data
     return tensor.values if is_sparse(tensor) else tensor
-
-
-def summed(tensor: Any) -> Any:
-    """Returns a dense tensor unchanged, and sums of a sparse one's rows.
-
-    Zeros follow the sums, so that there are as many rows as values.
-    """
-    if is_sparse_of_jax(tensor):
-        return tensor.sum_duplicates(nse=tensor.nse).data
-    if not is_sparse(tensor):
-        return tensor
-    # XLA compiles `tf.unique` to a loop with an iteration for each value.
-    order = tf.argsort(tensor.indices)
-    rows, count = tf.gather(tensor.indices, order), tf.size(order)
-    is_next = tf.cast(rows[1:] != rows[:-1], tf.int32)
-    position = tf.cumsum(tf.pad(is_next, [[1, 0]]))[:count]
-    values = tf.gather(tensor.values, order)
-    return tf.math.unsorted_segment_sum(values, position, count)

@@ -296,7 +296,7 @@ class _Guard:
         counters = _counters(self._model.optimizer)
 
         def read_counters() -> list:
-            if step.is_own:
+            if step.is_own and step.counter is not None:
                 return step.counter.read()
             with replicas.one_replica(counters):
                 return [*map(keras_variables.read, counters)]
