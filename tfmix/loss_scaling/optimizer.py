@@ -40,44 +40,6 @@ _NOT_SCALED = (
 )
 
 
-class _Losses:
-    """Whether an optimizer multiplies losses by its loss scale.
-
-    Args:
-        are_scaled: Boolean. False if the models scale their gradients.
-    """
-
-    def __init__(self, are_scaled: bool) -> None:
-        self.are_scaled = are_scaled
-        # Also true after the warning that no loss was scaled.
-        self._has_scaled = False
-
-    def note(self, optimizer: Any) -> None:
-        """Notes that an optimizer has scaled a loss."""
-        self._has_scaled = True
-        if (step := guard.around()) is not None:
-            step.scaled.add(id(optimizer))
-
-    def are_gradients_scaled(self, optimizer: Any, warns: bool = False) -> bool:
-        """Returns whether the gradients are those of a scaled loss.
-
-        In a model's train step, they are if the step has scaled its loss, which
-        it may have done before the optimizer knew its variables.
-
-        Args:
-            optimizer: The optimizer.
-            warns: Whether to warn if no loss was ever scaled.
-        """
-        if (step := guard.around()) is not None:
-            return id(optimizer) in step.scaled
-        if self.are_scaled and warns and not self._has_scaled:
-            self._has_scaled = True
-            rule = optimizer.rule
-            if not (rules.is_constant(rule) and rule.lowest_scale == 1.0):
-                _users_code.warn(_NOT_SCALED)
-        return self.are_scaled
-
-
 @keras.saving.register_keras_serializable(package="tfmix")
 class LossScaleOptimizer(
     files.StoredAsInner,
@@ -178,7 +140,7 @@ class LossScaleOptimizer(
                 "128.0). (Keras says to set `loss_scale_factor` on the inner "
                 "optimizer; that applies steps that are not finite.)"
             )
-        rule = rules.of_arguments(
+        rule = rules.from_arguments(
             loss_scale, initial_scale, dynamic_growth_steps
         )
         inner_optimizer = inner_attributes.checked_to_scale(inner_optimizer)
@@ -190,8 +152,10 @@ class LossScaleOptimizer(
             name=name,
             **kwargs,
         )
-        # `None` until it is decided.
-        self._losses: _Losses | None = None
+        # Whether losses are multiplied by the scale, once that is decided.
+        self._is_scaling: bool | None = None
+        # Also true after the warning that no loss was scaled.
+        self._has_scaled = False
         # Whether `apply_gradients` gets unscaled gradients, as in tf.keras.
         self._gets_unscaled = False
         # A function that was compiled before the first step reads it.
@@ -240,8 +204,7 @@ class LossScaleOptimizer(
         It is `None` where that cannot be told from an overflow: if the loss is
         multiplied by the scale, or there is no scale.
         """
-        losses = self._losses
-        if losses is None or not self._tells_data(losses):
+        if self._is_scaling is None or not self._can_detect_bad_data():
             return None
         return int(state.on_host(self._state.held.data_skips))
 
@@ -296,9 +259,11 @@ class LossScaleOptimizer(
             >>> float(LossScaleOptimizer("sgd", 64.0).current_scale())
             64.0
         """
-        if not self._of_losses().are_scaled:
+        if not self._scales_losses():
             return ops.ones((), "float32")
-        self._of_losses().note(self)
+        self._has_scaled = True
+        if (step := guard.around()) is not None:
+            step.scaled.add(id(self))
         return self.rule_scale()
 
     def rule_scale(self) -> Any:
@@ -357,7 +322,7 @@ class LossScaleOptimizer(
         variables: list = self._model_variables
         if len(variables) != len(grads):
             variables = [None] * len(grads)
-        if self._of_losses().are_gradients_scaled(self):
+        if self._takes_scaled():
             true = gradients.unscaled(grads, variables, self.rule_scale())
         else:
             true = gradients.in_float32(grads, variables)
@@ -414,9 +379,7 @@ class LossScaleOptimizer(
             )
         guard.note_update(variables)
         unscaled = unscaled or context_values.block.get().takes_unscaled
-        if not unscaled:
-            losses = self._of_losses()
-            unscaled = not losses.are_gradients_scaled(self, warns=True)
+        unscaled = unscaled or not self._takes_scaled(warns=True)
         if keras_variables.becomes_constant(self.skips):
             raise ValueError(
                 "`apply` cannot assign variables inside a function that JAX "
@@ -492,7 +455,7 @@ class LossScaleOptimizer(
         """
         if callable(loss):
             return lambda: self.get_scaled_loss(loss())
-        if not self._of_losses().are_scaled:
+        if not self._scales_losses():
             return loss
         scale = self.current_scale()
 
@@ -579,9 +542,12 @@ class LossScaleOptimizer(
         """
         return ops.equal(self._state.held.consecutive_skips.value, 0)
 
-    def _of_losses(self) -> _Losses:
-        """Returns whether the optimizer multiplies losses by its scale."""
-        if self._losses is None:
+    def _scales_losses(self) -> bool:
+        """Returns whether the optimizer multiplies losses by its scale.
+
+        It does not if the models scale their gradients.
+        """
+        if self._is_scaling is None:
             step = guard.around()
             if step is not None and not self.built:
                 variables = step.model.trainable_variables
@@ -589,17 +555,35 @@ class LossScaleOptimizer(
                 if not (is_its and variables):
                     # The variables are not known yet. This step multiplies the
                     # loss and divides the gradients, which is right for any.
-                    return _Losses(are_scaled=True)
+                    return True
                 self.build(variables)
             # The decision is final, because later compiled code has to agree
             # with earlier code.
             inside = self.built and model_call.scales(self._model_variables)
-            self._losses = _Losses(are_scaled=not inside)
-        return self._losses
+            self._is_scaling = not inside
+        return self._is_scaling
+
+    def _takes_scaled(self, warns: bool = False) -> bool:
+        """Returns whether the gradients are those of a scaled loss.
+
+        In a model's train step, they are if the step has scaled its loss, which
+        it may have done before the optimizer knew its variables.
+
+        Args:
+            warns: Whether to warn if no loss was ever scaled.
+        """
+        if (step := guard.around()) is not None:
+            return id(self) in step.scaled
+        scales, rule = self._scales_losses(), self.rule
+        if scales and warns and not self._has_scaled:
+            self._has_scaled = True
+            if not (rules.is_constant(rule) and rule.lowest_scale == 1.0):
+                _users_code.warn(_NOT_SCALED)
+        return scales
 
     def decide_anew(self) -> None:
         """Decides again whether to scale, since the model's dtypes changed."""
-        self._losses = None
+        self._is_scaling = None
 
     def _step(self, grads: list, variables: list, unscaled: bool) -> None:
         """Applies a step, or skips it.
@@ -621,7 +605,7 @@ class LossScaleOptimizer(
         def count(applied: Any, bad: Any, true: list) -> None:
             def is_data() -> Any:
                 each = gradients.without_values(true, variables)
-                return self._blames_data(each, unscaled)
+                return self._is_bad_data(each, unscaled)
 
             self._state.count(applied, bad, variables, is_data)
             self._state.warn(applied, bad)
@@ -641,26 +625,26 @@ class LossScaleOptimizer(
         # count in another kernel.
         guard.report(self.last_step_applied())
 
-    def _blames_data(self, grads: Sequence, unscaled: bool) -> Any:
+    def _is_bad_data(self, grads: Sequence, unscaled: bool) -> Any:
         """Returns whether the data is not finite, if gradients tell that.
 
         `unscale_gradients` makes NaN of an overflow as well, but not of each
         gradient.
         """
-        if not self._tells_data(self._of_losses()):
+        if not self._can_detect_bad_data():
             return False
         return gradients.blames_data(
             grads, ops.logical_and if unscaled else ops.logical_or
         )
 
-    def _tells_data(self, losses: _Losses) -> bool:
+    def _can_detect_bad_data(self) -> bool:
         """Returns whether NaN in gradients means data that is not finite.
 
         Outside models that scale their gradients, it may be an overflow. Models
         without float16, which have no loss scale, do not tell either.
         """
         is_off = isinstance(self.rule, rules.NoLossScale)
-        return not (losses.are_scaled or is_off)
+        return not (is_off or self._scales_losses())
 
     def _add(self, name: str, value: Any, dtype: str) -> keras.Variable:
         """Adds a variable of the state."""

@@ -295,7 +295,7 @@ def _constant_like(number: np.float32, like: Any) -> Any:
     return number if kernels.is_known(like) else ops.convert_to_tensor(number)
 
 
-def of_arguments(
+def from_arguments(
     loss_scale: Any, initial_scale: Any, dynamic_growth_steps: Any
 ) -> LossScale:
     """Returns the rule that three constructor arguments describe."""

@@ -121,7 +121,7 @@ def config(optimizer: Any) -> dict:
     }
     # The rule may differ from the default in other settings.
     if type(optimizer.rule) is rules.DynamicLossScale and optimizer.rule == (
-        rules.of_arguments("dynamic", *keras_form.values())
+        rules.from_arguments("dynamic", *keras_form.values())
     ):
         arguments |= keras_form
     else:
