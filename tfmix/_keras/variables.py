@@ -294,8 +294,6 @@ class Float32View(keras.Variable):
     # True while slots are created: TensorFlow then places them beside the
     # model's variable.
     colocating = False
-    # These variables hold the bits that the 16-bit variable lacks.
-    beside: tuple[keras.Variable, ...] = ()
 
     def __init__(self, variable: keras.Variable) -> None:
         # TensorFlow's notes on the variable, for checkpoints, are not copied.

@@ -6,7 +6,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 from keras import ops
@@ -27,14 +27,6 @@ _SECOND_MOMENTS = re.compile("velocity|accumul|norm|squared")
 # Variables with fewer elements save too little memory. Embeddings, which have
 # this in their paths, have gradients that differ most from row to row.
 _SMALL, _RARE = 4096, "embedding"
-
-
-class Created(NamedTuple):
-    """A state that an optimizer created for a variable, and its name."""
-
-    variable: keras.Variable
-    name: str | None
-    state: keras.Variable
 
 
 def check(slot_dtype: Rules) -> Rules:
@@ -92,8 +84,8 @@ def _stays_wide(optimizer: Any, name: str | None) -> bool:
     return name in _WIDE or any(_WEIGHTS.get(kind) == name for kind in kinds)
 
 
-def _check_rounding(optimizer: Any) -> None:
-    """Raises an error for an optimizer whose moments depend on each other."""
+def _check(optimizer: Any) -> None:
+    """Raises an error for an optimizer whose moments cannot be rounded."""
     if getattr(optimizer, "centered", False):
         raise ValueError(
             "The state of RMSprop(centered=True) cannot be rounded: it "
@@ -102,10 +94,6 @@ def _check_rounding(optimizer: Any) -> None:
             "centered=True. Write RMSprop(centered=False), or "
             "slot_dtype='float32'."
         )
-
-
-def _check_class(optimizer: Any) -> None:
-    """Raises an error for a class whose second moments are not known."""
     kind = type(optimizer)
     if kind.update_step.__module__.split(".")[0] != "keras":
         raise ValueError(
@@ -154,15 +142,14 @@ def _narrow(
     worker: Any,
     keeps_float32: Callable[[keras.Variable], bool],
     draw: Callable[[tuple[int, ...], int, Any], Any],
-) -> list[Created]:
+) -> list[keras.Variable]:
     """Makes an optimizer round its state until a stack unwinds.
 
     Returns:
         A list to which the states will be added.
     """
-    _check_rounding(worker)
-    _check_class(worker)
-    created: list[Created] = []
+    _check(worker)
+    created: list[keras.Variable] = []
     slots_of: collections.Counter[int] = collections.Counter()
     original = worker.add_variable_from_reference
 
@@ -190,7 +177,7 @@ def _narrow(
             # What the view stores is tracked already. Removing that from the
             # list of tracked variables would stop TensorFlow from saving it.
             optimizers.count_as_tracked(worker, state)
-        created.append(Created(reference_variable, name, state))
+        created.append(state)
         return state
 
     replacing.swap(undo, worker, "add_variable_from_reference", add)
@@ -238,14 +225,11 @@ def _make(
     return _Slot(codes, sizes, code, noise)
 
 
-def _refuse_others(worker: Any, created: list[Created]) -> None:
+def _refuse_others(worker: Any, created: list[keras.Variable]) -> None:
     """Raises an error for state that is neither a slot nor a scalar."""
-    expected = set()
-    for _, _, slot in created:
-        stored = getattr(slot, "stored", slot)
-        expected |= {
-            id(part) for part in (stored, *getattr(slot, "beside", ()))
-        }
+    slots = [state for state in created if isinstance(state, _Slot)]
+    parts = [part for slot in slots for part in (slot.stored, slot.sizes)]
+    expected = {*map(id, created), *map(id, parts)}
     for variable in worker.variables:
         if tuple(variable.shape) and id(variable) not in expected:
             raise ValueError(
@@ -272,16 +256,16 @@ class _Slot(variables.Float32View):
         noise: Callable[[tuple[int, ...], Any], Any],
     ) -> None:
         super().__init__(codes)
-        self.beside, self.code, self.noise = (sizes,), code, noise
+        self.sizes, self.code, self.noise = sizes, code, noise
 
     def load(self) -> Any:
         """Returns the float32 value as a tensor."""
-        codes, sizes = map(ops.convert_to_tensor, (self.stored, *self.beside))
+        codes, sizes = map(ops.convert_to_tensor, (self.stored, self.sizes))
         return eight_bit.decode(codes, sizes, self.code)
 
     def store(self, value: Any) -> None:
         """Stores a float32 tensor, rounded stochastically."""
         noise = functools.partial(self.noise, tuple(value.shape))
-        parts = eight_bit.encode(value, self.code, noise)
-        for part, new in zip((self.stored, *self.beside), parts, strict=True):
-            part.assign(new)
+        codes, sizes = eight_bit.encode(value, self.code, noise)
+        self.stored.assign(codes)
+        self.sizes.assign(sizes)
