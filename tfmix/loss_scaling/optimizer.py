@@ -262,7 +262,7 @@ class LossScaleOptimizer(
         if not self._scales_losses():
             return ops.ones((), "float32")
         self._has_scaled = True
-        if (step := guard.around()) is not None:
+        if (step := guard.current_step()) is not None:
             step.scaled.add(id(self))
         return self.rule_scale()
 
@@ -548,7 +548,7 @@ class LossScaleOptimizer(
         It does not if the models scale their gradients.
         """
         if self._is_scaling is None:
-            step = guard.around()
+            step = guard.current_step()
             if step is not None and not self.built:
                 variables = step.model.trainable_variables
                 is_its = not step.is_own and step.model.optimizer is self
@@ -572,7 +572,7 @@ class LossScaleOptimizer(
         Args:
             warns: Whether to warn if no loss was ever scaled.
         """
-        if (step := guard.around()) is not None:
+        if (step := guard.current_step()) is not None:
             return id(self) in step.scaled
         scales, rule = self._scales_losses(), self.rule
         if scales and warns and not self._has_scaled:

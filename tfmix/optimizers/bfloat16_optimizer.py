@@ -46,7 +46,7 @@ class _StochasticView(variables.Float32View):
         self.stored.assign(stochastic(value, noise))
 
 
-class _StochasticRounding(sixteen_bit_optimizer.StandIns):
+class _StochasticRounding(sixteen_bit_optimizer.Float32Weights):
     """Rounds the new value of every bfloat16 variable stochastically."""
 
     def make(self) -> dict[int, keras.Variable]:
@@ -127,8 +127,8 @@ class BFloat16Optimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
     ) -> None:
         super().__init__(inner_optimizer, name, slot_dtype, seed, draws=True)
 
-    def make_stand_ins(
+    def make_float32_weights(
         self, model_variables: sixteen_bit_optimizer.Variables
-    ) -> sixteen_bit_optimizer.StandIns:
+    ) -> sixteen_bit_optimizer.Float32Weights:
         """Creates the views; see `SixteenBitOptimizer`."""
         return _StochasticRounding(self, model_variables)

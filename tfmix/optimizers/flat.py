@@ -18,7 +18,7 @@ ELEMENTWISE = tuple(
 )
 
 
-class FlatMasters(sixteen_bit_optimizer.StandIns):
+class FlatMasters(sixteen_bit_optimizer.Float32Weights):
     """Keeps one float32 vector per group of 16-bit variables.
 
     All variables of a group have the same dtype and the same weight decay.

@@ -8,7 +8,7 @@ from tfmix._keras import variables
 from tfmix.optimizers import eight_bit_slots, sixteen_bit_optimizer
 
 
-class _NoStandIns(sixteen_bit_optimizer.StandIns):
+class _NoFloat32Weights(sixteen_bit_optimizer.Float32Weights):
     """Passes the model's own variables to the inner optimizer."""
 
     def make_one(self, variable: keras.Variable) -> keras.Variable:
@@ -82,8 +82,8 @@ class LowMemoryOptimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
     ) -> None:
         super().__init__(inner_optimizer, name, slot_dtype, seed)
 
-    def make_stand_ins(
+    def make_float32_weights(
         self, model_variables: variables.Variables
-    ) -> sixteen_bit_optimizer.StandIns:
-        """Creates no stand-ins; see `SixteenBitOptimizer`."""
-        return _NoStandIns(self, model_variables)
+    ) -> sixteen_bit_optimizer.Float32Weights:
+        """Creates no float32 weights; see `SixteenBitOptimizer`."""
+        return _NoFloat32Weights(self, model_variables)

@@ -82,9 +82,9 @@ class MasterWeightOptimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
         super().__init__(inner_optimizer, name, slot_dtype, seed)
         self.flat = flat
 
-    def make_stand_ins(
+    def make_float32_weights(
         self, model_variables: sixteen_bit_optimizer.Variables
-    ) -> sixteen_bit_optimizer.StandIns:
+    ) -> sixteen_bit_optimizer.Float32Weights:
         """Creates the masters; see `SixteenBitOptimizer`."""
         kind = flat.FlatMasters if self.flat else _PerVariableMasters
         return kind(self, model_variables)
@@ -94,7 +94,7 @@ class MasterWeightOptimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
         return super().get_config() | {"flat": self.flat}
 
 
-class _PerVariableMasters(sixteen_bit_optimizer.StandIns):
+class _PerVariableMasters(sixteen_bit_optimizer.Float32Weights):
     """Keeps a float32 variable behind every 16-bit one."""
 
     def make_one(self, variable: keras.Variable) -> keras.Variable:

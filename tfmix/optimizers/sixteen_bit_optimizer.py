@@ -19,11 +19,11 @@ from tfmix.step import replicas
 Variables = keras_variables.Variables
 
 
-class StandIns:
-    """Float32 stand-ins that the inner optimizer updates for 16-bit variables.
+class Float32Weights:
+    """Float32 weights that the inner optimizer updates for 16-bit variables.
 
-    A subclass creates them, and decides where the bits are stored
-    that do not fit into 16. Other variables have no stand-in.
+    A subclass creates them, and decides where the bits are stored that do not
+    fit into 16. Other variables have none.
     """
 
     def __init__(
@@ -31,30 +31,30 @@ class StandIns:
     ) -> None:
         self.optimizer = optimizer
         self.narrow = [*filter(keras_variables.is_sixteen_bit, model_variables)]
-        self.stand_ins = self.make()
+        self.float32_weights = self.make()
         # Traced functions that run on every replica, by name.
         self.traced: dict[str, Callable] = {}
 
     def make(self) -> dict[int, keras.Variable]:
-        """Returns the stand-in of each of the `narrow` variables, by `id`."""
+        """Returns the weight of each of the `narrow` variables, by `id`."""
         return {id(v): self.make_one(v) for v in self.narrow}
 
     def make_one(self, variable: keras.Variable) -> keras.Variable:
-        """Creates the stand-in of a variable."""
+        """Creates the float32 weight of a variable."""
         raise NotImplementedError
 
     def refresh(self) -> None:
-        """Updates the stand-ins with values assigned to model variables."""
+        """Updates the weights with values assigned to model variables."""
 
     def write_back(self) -> None:
         """Copies the inner optimizer's update to the model's variables."""
 
     def target(self, variable: keras.Variable) -> keras.Variable:
-        """Returns a variable's stand-in, or the variable if it has none."""
-        return self.stand_ins.get(id(variable), variable)
+        """Returns a variable's weight, or the variable if it has none."""
+        return self.float32_weights.get(id(variable), variable)
 
     def targets(self, these: Variables) -> list[keras.Variable]:
-        """Returns the stand-ins of some variables, if they have no others."""
+        """Returns the weights of some variables, if they have no others."""
         return [self.target(variable) for variable in these]
 
     def creating_slots(self) -> contextlib.AbstractContextManager:
@@ -66,10 +66,10 @@ class StandIns:
         return self.widen(grads, of), self.targets(of)
 
     def widen(self, grads: Sequence, of: Variables) -> list:
-        """Casts the gradients of variables with stand-ins to float32."""
+        """Casts the gradients of variables with float32 weights to float32."""
         return [
             ops.cast(grad, "float32")
-            if grad is not None and id(variable) in self.stand_ins
+            if grad is not None and id(variable) in self.float32_weights
             else grad
             for grad, variable in zip(grads, of, strict=True)
         ]
@@ -136,8 +136,10 @@ class SixteenBitOptimizer(
         step = ops.cast(self.iterations, "int32")
         return noise.noise(shape, seed, stream, step)
 
-    def make_stand_ins(self, model_variables: Variables) -> StandIns:
-        """Creates the stand-ins of the model's 16-bit variables."""
+    def make_float32_weights(
+        self, model_variables: Variables
+    ) -> Float32Weights:
+        """Creates the float32 weights of the model's 16-bit variables."""
         raise NotImplementedError
 
     def build(self, variables: Variables) -> None:
@@ -157,9 +159,9 @@ class SixteenBitOptimizer(
         variables = list(variables)
         optimizers.remember(self, variables)
         with keras_variables.outside_of_tracing(variables):
-            self._store = self.make_stand_ins(variables)
+            self._store = self.make_float32_weights(variables)
             # Keras excludes variables from weight decay by identity, so the
-            # stand-ins must be excluded, too.
+            # float32 weights must be excluded, too.
             for worker in optimizers.workers(self.inner_optimizer):
                 if excluded := optimizers.undecayed(worker, variables):
                     targets = self._store.targets(excluded)
@@ -180,7 +182,7 @@ class SixteenBitOptimizer(
     def exclude_from_weight_decay(
         self, var_list: Variables | None = None, var_names: Any = None
     ) -> None:
-        """Excludes variables and their stand-ins; see `DelegatesToInner`."""
+        """Excludes variables and their weights; see `DelegatesToInner`."""
         if self.built:
             known = optimizers.remembered(self)
             excluded = optimizers.named(known, var_list, var_names)
@@ -297,12 +299,6 @@ def owner(optimizer: Any) -> SixteenBitOptimizer | None:
         if isinstance(candidate, SixteenBitOptimizer):
             return candidate
     return None
-
-
-def stand_ins(optimizer: Any) -> StandIns | None:
-    """Returns the stand-ins of an optimizer, `None` until it is built."""
-    sixteen = owner(optimizer)
-    return sixteen._store if sixteen is not None and sixteen.built else None
 
 
 def _check_inner(

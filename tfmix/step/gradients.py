@@ -1,6 +1,7 @@
 """What happens to a gradient, dense or sparse, before a step takes it."""
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -124,7 +125,7 @@ def without_values(grads: Sequence, variables: Sequence) -> list:
     ]
 
 
-def become_infinite(gradients: Sequence) -> list[bool]:
+def keep_overflow_visible(gradients: Sequence) -> list[bool]:
     """Returns which gradients say why they are not finite.
 
     `blames_data` reads that from them. A model's gates return NaN for all
@@ -163,11 +164,8 @@ def blames_data(gradients: Sequence, both: Callable) -> Any:
     """
     numbers = [values(each) for each in gradients if each is not None]
     numbers = [value for value in numbers if 0 not in tuple(value.shape)]
-    numbers = [
-        value
-        for value, says in zip(numbers, become_infinite(numbers), strict=True)
-        if says
-    ]
+    says_why = keep_overflow_visible(numbers)
+    numbers = [*itertools.compress(numbers, says_why)]
     if not numbers:
         return False
     # The first variable gets gradients from everything after it. The last one

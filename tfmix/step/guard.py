@@ -170,7 +170,7 @@ class Step:
     has_reported: bool = False
 
 
-def around() -> Step | None:
+def current_step() -> Step | None:
     """Returns the train step around the caller, `None` if there is none."""
     step: Step | None = context_values.block.get().step
     return step
@@ -183,7 +183,7 @@ def note_update(variables: Iterable) -> None:
         variables: The variables. If the step has written one itself before, as
             a search for flat minima does, the optimizer does not own it alone.
     """
-    if (step := around()) is not None:
+    if (step := current_step()) is not None:
         # It is not known for an eager step, or under JAX.
         on_tensorflow = keras.backend.backend() == "tensorflow"
         step.updated |= {
@@ -199,7 +199,7 @@ def report(applied: Any) -> None:
     Args:
         applied: Bool or boolean scalar tensor, whether it changed anything.
     """
-    if (step := around()) is None:
+    if (step := current_step()) is None:
         return
     step.has_reported = True
     if step.counter is not None:
@@ -341,7 +341,7 @@ class _Guard:
         """Makes every `apply` inside a block report to one step."""
         if self.asked_for:
             _check_optimizer(self._model)
-        is_own, outside = training.has_own_step(self._model), around()
+        is_own, outside = training.has_own_step(self._model), current_step()
         counter = self._counter if is_own else None
         if outside is not None:
             # What happens in this step happens in that one, too.
@@ -390,7 +390,7 @@ class _Guard:
     def _undo_users_step(
         self, outcome: Outcome, watched: list, pairs: Callable
     ) -> Any:
-        """Undoes what a step of the user's own wrote for skipped `apply`s.
+        """Undoes what a user's step wrote although every `apply` was skipped.
 
         Args:
             outcome: What its `apply`s did.
@@ -417,7 +417,9 @@ class _Guard:
         # became NaN. Sums of gradients that it has made NaN stay NaN, so
         # that the later `apply` skips them and counts that.
         only_skipped = ops.logical_and(skipped, ops.logical_not(applied))
-        finite.restore_unless(ops.logical_not(only_skipped), _mended(watched))
+        finite.restore_unless(
+            ops.logical_not(only_skipped), _values_to_restore(watched)
+        )
         keeps_new = ops.logical_or(applied, ops.logical_not(is_bad))
         for of_layer, is_lost in zip(of_layers, lost, strict=True):
             keeps_layer = ops.logical_and(keeps_new, ops.logical_not(is_lost))
@@ -515,7 +517,7 @@ class _Guard:
         return {"guarded": {**saved, "class_name": _IMPORT}, **config}
 
 
-def _mended(pairs: list) -> list:
+def _values_to_restore(pairs: list) -> list:
     """Returns the values that a skipped step of the user's own restores.
 
     A user's step may sum gradients over a group of batches. If a sum was NaN
@@ -559,7 +561,7 @@ def statistics_kept_finite(
         return
     unlisted = layers.unlisted_variables(model)
     variables = [*model.non_trainable_variables, *unlisted]
-    step = around()
+    step = current_step()
     if step is not None and step.is_own:
         # The guard restores the others.
         variables = [v for v in variables if id(v) not in step.watched]
