@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -192,19 +191,6 @@ def uses_weight_decay(optimizer: Optimizer, variable: keras.Variable) -> bool:
 def undecayed(optimizer: Optimizer, variables: Sequence) -> list:
     """Returns the variables that an optimizer's weight decay leaves out."""
     return [v for v in variables if not uses_weight_decay(optimizer, v)]
-
-
-def named(
-    variables: Sequence, var_list: Sequence | None, var_names: Sequence | None
-) -> list[keras.Variable]:
-    """Returns the variables that `exclude_from_weight_decay` names."""
-    keys = {key(variable) for variable in var_list or ()}
-    pattern = "|".join(var_names or ())
-    return [
-        v
-        for v in variables
-        if key(v) in keys or (pattern and re.search(pattern, v.name))
-    ]
 
 
 class AveragesOfInner:

@@ -170,9 +170,15 @@ class DelegatesToInner(optimizers.OverwritesThroughInner):
                 excluded. Defaults to `None`.
 
         Raises:
-            ValueError: If the optimizer is built and has joined one of the
-                variables to another that is not excluded.
+            ValueError: If the optimizer is built, as in Keras from 3.16 on.
         """
+        if self.built:
+            raise ValueError(
+                "Variables are excluded from weight decay before the optimizer "
+                f"is built. Received: var_list={var_list!r}, var_names="
+                f"{var_names!r} for {self.name!r}, which is built. Write it "
+                "before `compile`, or before the first step."
+            )
         self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
 
     def set_weights(self, weights: Sequence) -> None:

@@ -47,18 +47,12 @@ class FlatMasters(sixteen_bit_optimizer.Float32Weights):
         self, these: sixteen_bit_optimizer.Variables
     ) -> list[keras.Variable]:
         """Returns the vectors, then the variables outside of all groups."""
-        vectors, ids = [], set(map(id, these))
-        for group in self.groups:
-            inside = [v.path for v in group.variables if id(v) in ids]
-            outside = [v.path for v in group.variables if id(v) not in ids]
-            if inside and outside:
-                raise ValueError(
-                    "flat=True has joined variables that would now be treated "
-                    f"differently. Received: not {outside}, but {inside}. Call "
-                    "`exclude_from_weight_decay` before the optimizer is "
-                    "built, or use flat=False."
-                )
-            vectors += [group.master] if inside else []
+        ids = set(map(id, these))
+        vectors = [
+            group.master
+            for group in self.groups
+            if any(id(variable) in ids for variable in group.variables)
+        ]
         return vectors + self._others(these)
 
     def _others(

@@ -179,16 +179,6 @@ class SixteenBitOptimizer(
             self.draw_noise,
         )
 
-    def exclude_from_weight_decay(
-        self, var_list: Variables | None = None, var_names: Any = None
-    ) -> None:
-        """Excludes variables and their weights; see `DelegatesToInner`."""
-        if self.built:
-            known = optimizers.remembered(self)
-            excluded = optimizers.named(known, var_list, var_names)
-            var_list, var_names = self._store.targets(excluded), None
-        super().exclude_from_weight_decay(var_list, var_names)
-
     def scale_loss(self, loss: Any) -> Any:
         """Scales the loss like the inner optimizer."""
         return self.inner_optimizer.scale_loss(loss)
