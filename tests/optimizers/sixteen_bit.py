@@ -17,14 +17,8 @@ WAYS = {
     "flat": lambda inner: master_weights.MasterWeightOptimizer(
         inner, flat=True
     ),
-    "split": lambda inner: master_weights.MasterWeightOptimizer(
-        inner, split=True
-    ),
     "stochastic": lambda inner: bfloat16_optimizer.BFloat16Optimizer(
         inner, seed=7
-    ),
-    "narrow": lambda inner: bfloat16_optimizer.BFloat16Optimizer(
-        inner, seed=7, slot_dtype="bfloat16"
     ),
 }
 # And 8-bit state of float32 variables.
@@ -33,7 +27,7 @@ STATES = WAYS | {
         inner, [("", "int8")], seed=7
     )
 }
-EXACT_WAYS = ["masters", "flat", "split"]
+EXACT_WAYS = ["masters", "flat"]
 
 
 def variables(dtype, seed=0, shapes=SHAPES):

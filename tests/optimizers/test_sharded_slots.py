@@ -21,7 +21,6 @@ STOCHASTIC = tfmix.optimizers.BFloat16Optimizer
 WAYS = {
     "low memory": (LOW, "float32", {}),
     "masters": (MASTERS, "bfloat16", {"slot_dtype": "int8"}),
-    "split": (MASTERS, "bfloat16", {"slot_dtype": "int8", "split": True}),
     "stochastic": (STOCHASTIC, "bfloat16", {"slot_dtype": "int8"}),
 }
 

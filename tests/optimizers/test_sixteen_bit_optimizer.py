@@ -12,7 +12,6 @@ import tfmix
 from tests import helpers, steps
 from tests.optimizers import sixteen_bit
 from tests.optimizers.sixteen_bit import bits_of
-from tfmix._keras import version
 from tfmix.optimizers import bfloat16_optimizer, low_memory, master_weights
 
 TENSORFLOW = helpers.requires_backend("tensorflow")
@@ -51,17 +50,11 @@ def test_variables_can_be_excluded_from_decay(way, is_built, by_name):
     how = {"var_names": ["bias"]} if by_name else {"var_list": [bias]}
     if is_built:
         optimizer.build(stored)
-        # Keras 3.16 itself cannot exclude variables after the build.
-        cannot = version.numbers(keras.__version__) >= (3, 16)
-        message = "before the optimizer is built" if cannot else ""
-        message = r"\['kernel'\].*\['bias'\]" if way == "flat" else message
-        if message:
-            with pytest.raises(ValueError, match=message):
-                optimizer.exclude_from_weight_decay(**how)
-            return
+        with pytest.raises(ValueError, match="before the optimizer is built"):
+            optimizer.exclude_from_weight_decay(**how)
+        return
     optimizer.exclude_from_weight_decay(**how)
-    if not is_built:
-        optimizer.build(stored)
+    optimizer.build(stored)
     optimizer.apply([0 * UP, 0 * UP])
     assert (float(kernel[0]), float(bias[0])) == (0.75, 1.0)
 
@@ -93,7 +86,6 @@ def test_all_state_is_set_or_none(way):
     "optimizer",
     [
         Masters(keras.optimizers.Adam(0.25, beta_1=0.5), flat=True, name="my"),
-        Masters("sgd", split=True, name="my"),
         bfloat16_optimizer.BFloat16Optimizer("sgd", seed=11, name="my"),
         low_memory.LowMemoryOptimizer(
             "lion", [("head", "float32"), (".", "int8")]
@@ -152,14 +144,13 @@ def test_a_step_on_some_variables_does_not_change_others(way):
     np.testing.assert_array_equal(array(stored[1]), -0.25)
 
 
-@pytest.mark.parametrize("way", ["stochastic", "split"])
-def test_slots_are_float32_and_float16_variables_are_refused(way):
+def test_slots_are_float32_and_float16_variables_are_refused():
     inner = keras.optimizers.Adam()
-    WAYS[way](inner).build(sixteen_bit.variables("bfloat16"))
+    WAYS["stochastic"](inner).build(sixteen_bit.variables("bfloat16"))
     assert {str(v.dtype) for v in inner.variables if v.ndim} == {"float32"}
     stored = sixteen_bit.variables("float16")
     with pytest.raises(ValueError, match="'v0' of dtype 'float16'"):
-        WAYS[way](keras.optimizers.SGD()).build(stored)
+        WAYS["stochastic"](keras.optimizers.SGD()).build(stored)
 
 
 EIGHT_BIT = ("float32", "mixed_float16", "mixed_bfloat16")
@@ -226,7 +217,6 @@ def test_a_run_continues_from_a_checkpoint_bit_for_bit(way, is_built, tmp_path):
             ("flat", False),
             ("stochastic", True),
             ("masters", True),
-            ("split", False),
             ("low memory", False),
         ],
     ),

@@ -29,7 +29,7 @@ EVERYWHERE = {
     ),
     # Under XLA, a skipped step restored views of 16-bit variables twice.
     "lost bits under XLA": orders.Order(
-        ("thaw",), made="bfloat16", wrap="split", mode="xla"
+        ("thaw",), made="bfloat16", wrap="stochastic", mode="xla"
     ),
     # The guard of the former optimizer refused the new one.
     "a bare optimizer after a scaled one in float32": orders.Order(

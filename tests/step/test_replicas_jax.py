@@ -20,11 +20,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 VARIABLES = 3
 
 
-def test_the_dtype_of_a_sum_that_the_compiler_places_cannot_be_chosen():
-    with pytest.raises(ValueError, match=r"jax\.lax\.psum"):
-        optimizers.LossScaleOptimizer("sgd", reduce_dtype="float16")
-
-
 @pytest.fixture
 def eight_devices():
     # The optimizer scales the loss of a model that has no record.
@@ -99,13 +94,6 @@ def test_eight_devices_equal_one(eight_devices):
             **helpers.tolerance("float16"),
         )
 
-
-def test_a_file_with_such_a_dtype_loads_without_it(said):
-    config = optimizers.LossScaleOptimizer("sgd").get_config()
-    config["reduce_dtype"] = "float16"
-    loaded = optimizers.LossScaleOptimizer.from_config(config)
-    assert "reduce_dtype='float16'" in said[0]
-    assert loaded.reduce_dtype is None
 
 
 def exchanges(scaled, sharded):

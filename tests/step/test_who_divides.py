@@ -608,7 +608,7 @@ class TestJax:
         import jax
 
         weight, optimizer = free(), scaler()
-        with pytest.raises(ValueError, match="needs a built optimizer"):
+        with pytest.raises(ValueError, match="must be built"):
             optimizer.stateless_apply([], [], [])
         optimizer.build([weight])
 

@@ -26,8 +26,6 @@ ORDERS = {
     name: [*inspect.signature(method).parameters][1:]
     for name, method in (
         ("fit", TRAINER.fit),
-        ("evaluate", TRAINER.evaluate),
-        ("predict", TRAINER.predict),
         ("compile", TRAINER.compile),
         ("summary", keras.Model.summary),
     )
@@ -91,12 +89,6 @@ def model_in_step(callback: keras.callbacks.Callback) -> keras.Model:
     # `callback.model` would bring the state back.
     model: keras.Model = callback._model
     return model
-
-
-def callbacks(method: str, args: tuple, kwargs: dict) -> list:
-    """Returns the callbacks that a call of `fit` or the like has."""
-    given = replacing.argument(ORDERS[method], args, kwargs, "callbacks")
-    return keras.tree.flatten(getattr(given, "callbacks", given) or [])
 
 
 def join_fit(

@@ -19,9 +19,6 @@ FEW, MANY = compiled_steps.FEW_LARGE, compiled_steps.MANY_SMALL
 
 
 WRAPPERS = overhead.SYSTEMS | {
-    "split": lambda optimizer: tfmix.LossScaleOptimizer(
-        tfmix.optimizers.MasterWeightOptimizer(optimizer, split=True)
-    ),
     "8 bits": lambda optimizer: tfmix.optimizers.LowMemoryOptimizer(
         optimizer, seed=1
     ),
