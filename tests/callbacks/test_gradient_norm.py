@@ -82,7 +82,7 @@ def test_a_model_trained_before_is_traced_again():
     tap = numerics_monitor.NumericsMonitor(every=1)
     history = monitored.fit(model, monitor(), data, callbacks=[tap])
     assert history["gradient_norm"] == pytest.approx([FIRST])
-    assert tap.rows
+    assert tap.report
 
 
 def test_the_norm_is_off_by_default():

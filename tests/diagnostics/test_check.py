@@ -15,9 +15,7 @@ from rich import console
 
 import tfmix
 from tests.diagnostics import faults
-from tfmix import _formats
 from tfmix.policy import policy as policies
-from tfmix.tools.callbacks import sampler
 from tfmix.tools.diagnostics import check
 
 BACKEND = importlib.import_module(keras.backend.backend())
@@ -175,23 +173,6 @@ def test_what_is_at_fault_is_named_and_nothing_around_it(build, names):
     found = {row.layer.rstrip("_0123456789") for row in report.faults}
     assert found == names, str(report)
     assert report.rows[0].verdict in ("overflow", "not_finite")
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_values_that_mark_masked_steps_do_not_move(dtype):
-    """Otherwise `x != -1` would be true everywhere, which is an error."""
-    marks = ops.convert_to_tensor([-1.0, 0.0, 0.5, -99.0], dtype)
-    layer = keras.layers.Masking(-1.0)
-    limits = _formats.LIMITS[dtype]
-    found = sampler.unrounded(marks, layer, limits)
-    assert np.array_equal(found, [-1.0, 0.0, 0.5, -99.0])
-    values = np.random.default_rng(0).normal(size=1000)
-    rounded = ops.cast(ops.convert_to_tensor(values), dtype)
-    exact = np.array(ops.cast(rounded, "float32"))
-    moved = np.array(sampler.unrounded(rounded, layer, limits)) / exact - 1
-    assert 0.4 < np.mean(moved != 0.0) < 0.6
-    rms = np.sqrt(np.mean(moved**2))
-    assert rms == pytest.approx(0.2 * limits.epsilon, rel=0.1)
 
 
 def test_without_targets_only_the_forward_pass_is_checked():

@@ -12,7 +12,7 @@ import numpy as np
 from keras import ops
 
 from tfmix import _bad_rows, _formats, _messages, _progress
-from tfmix._keras import graphs, layers, tracing
+from tfmix._keras import graphs, layers, tracing, training
 from tfmix.autocast import fallback, global_policy
 from tfmix.autocast import record as mixed_model
 from tfmix.conversion import dtype_notes, planned_policies
@@ -120,6 +120,22 @@ def checked(
             _messages.warn("%s", warning)
     with _progress.shown(what) as say:
         return _run(batch, chosen, base, warning, functools.partial(say, what))
+
+
+def sampled(
+    model: keras.Model, x: Any, y: Any
+) -> numerics_report.NumericsReport:
+    """Checks a whole batch of `fit`, and says nothing.
+
+    Raises:
+        ValueError: If no layer computes in 16 bit, or the batch does not fit.
+    """
+    if not planned_policies.sixteen_bit_layers(model):
+        raise ValueError(_IDLE)
+    has_loss = training.compiled_loss(model) is not None
+    batch = batches.prepare(model, x, y if has_loss else None, None, None)
+    _, base = _policy(model, None)
+    return _run(batch, None, base, missing_scaler.warning(model))
 
 
 def _run(

@@ -259,12 +259,9 @@ def _code(rows: Iterable[verdicts.LayerVerdict]) -> list[str]:
     """Returns the lines of code to write, each below its reason."""
     reasons: dict[str, str] = {}
     for row in rows:
-        # A fault that float32 has as well comes with a comment, but no code.
-        code, _, why = f" {row.advice}".partition(" # ")
-        code = code.strip()
+        # A fault that float32 has as well comes with a reason, but no code.
         if row.verdict != verdicts.OK:
-            reason = f"{row.layer}, {row.phase}, {row.verdict}: {why}"
-            reasons.setdefault(code, reason)
+            reasons.setdefault(row.code, row.reason)
     head = "What to write:" if any(reasons) else "What is at fault:"
     lines = [head] if reasons else []
     for code, reason in reasons.items():

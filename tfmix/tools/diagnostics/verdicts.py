@@ -250,3 +250,19 @@ class LayerVerdict:
     broken: bool = False
     dtype: str = ""
     bound: float = math.inf
+
+    @property
+    def code(self) -> str:
+        """The line of code to write, "" for none."""
+        return f" {self.advice}".partition(" # ")[0].strip()
+
+    @property
+    def reason(self) -> str:
+        """The fault, and why it is one."""
+        why = f" {self.advice}".partition(" # ")[2]
+        return f"{self.layer}, {self.phase}, {self.verdict}: {why}"
+
+    @property
+    def sentence(self) -> str:
+        """The reason and the code in one line."""
+        return self.reason + (f"; write {self.code}" if self.code else "")
