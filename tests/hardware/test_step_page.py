@@ -47,17 +47,6 @@ def test_the_page_names_model_and_versions_and_scrolls_on_a_phone(tmp_path):
         assert known in page
 
 
-def test_the_page_of_several_policies_has_the_same_head(tmp_path):
-    other = dataclasses.replace(STEP, policy="float32")
-    both = compiled_step.CompiledSteps(
-        {"mixed_float16": STEP, "float32": other}
-    )
-    page = page_of(both, tmp_path)
-    assert "Model my_model, " in page
-    # The summary is followed by the products of each policy.
-    assert page.count("(8, 16, 24)") == 2
-
-
 def test_a_product_of_integers_does_not_count_as_float32():
     # A TPU adds up a mask in this way.
     (row,) = STEP.rows
@@ -65,21 +54,6 @@ def test_a_product_of_integers_does_not_count_as_float32():
     wide = dataclasses.replace(row, layer="last", dtype="bfloat16/float32")
     step = dataclasses.replace(STEP, rows=(row, mask, wide))
     assert step.float32_layers == ("last",)
-
-
-def test_the_least_memory_that_fits_is_named():
-    def fitting(**peaks):
-        memory = {
-            k: dataclasses.replace(STEP.memory, peak=n)
-            for k, n in peaks.items()
-        }
-        steps = {
-            k: dataclasses.replace(STEP, memory=m) for k, m in memory.items()
-        }
-        return compiled_step.CompiledSteps(steps).fitting
-
-    assert fitting(a=41, b=39, c=40) == "The least memory: b, 0.0 MB."
-    assert "None fits" in fitting(a=41)
 
 
 def test_memory_is_shown_by_kind():

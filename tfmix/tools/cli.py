@@ -282,10 +282,7 @@ _COMPILE: _Options = {
         "default": 1,
         "help": "how many share the batch (default: 1)",
     },
-    "--policy": {
-        "help": f"{_LISTED}; several with commas between (default: the "
-        "model's own)"
-    },
+    "--policy": {"help": f"{_LISTED} (default: the model's own)"},
     "--optimizer": {"help": "a name of Keras's (default: the saved one)"},
     "--loss": {"help": "a loss of Keras (default: the compiled one)"},
     "--html": _file("write a report to this file"),
@@ -385,7 +382,7 @@ _COMMANDS: dict[str, tuple[str, tuple[str, ...], _Options]] = {
         (
             " model.keras --target h200 --batch-size 64",
             " model.keras --target v5e --batch-size 64 --devices 4 --json",
-            " model.keras --batch-size 64 --policy float32,mixed_bfloat16",
+            " model.keras --batch-size 64 --policy mixed_bfloat16",
         ),
         _COMPILE,
     ),

@@ -5,7 +5,6 @@ import dataclasses
 import importlib.util
 import json
 import pathlib
-import re
 import textwrap
 from typing import Any
 
@@ -121,7 +120,6 @@ def run_compile(options: argparse.Namespace) -> Outcome:
     """Compiles a saved model's training step for another machine."""
     if options.html:
         _check_folder(options.html)
-    policies = options.policy and re.split(r",\s*", options.policy)
     model = _loaded(options.model)
     step = compiling.compile_for(
         model,
@@ -130,7 +128,7 @@ def run_compile(options: argparse.Namespace) -> Outcome:
         devices=options.devices,
         optimizer=options.optimizer,
         loss=options.loss,
-        policy=policies if policies and len(policies) > 1 else options.policy,
+        policy=options.policy,
     )
     if options.html:
         step.to_html(options.html)

@@ -1,9 +1,8 @@
-"""Records of compiled training steps, which print as tables."""
+"""The record of a compiled training step, which prints as tables."""
 
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tfmix import _tables
@@ -142,7 +141,8 @@ class CompiledStep(_tables.Printed):
 
     def tables(self) -> list[_tables.Table]:
         """Returns the tables to print."""
-        return [self._products(_SHOWN), _summary({self.policy: self})]
+        heads, rows = ("", self.policy), [*_figures(self).items()]
+        return [self._products(_SHOWN), _tables.Table(heads, rows)]
 
     def to_json(self) -> str:
         """Returns the record as JSON."""
@@ -193,72 +193,6 @@ class CompiledStep(_tables.Printed):
                 "their bodies count once"
             )
         return _tables.Table(heads, rows, self.title, notes)
-
-
-@dataclasses.dataclass(frozen=True)
-class CompiledSteps(_tables.Printed, Mapping[str, CompiledStep]):
-    """Several steps side by side, by name; prints as a table.
-
-    Attributes:
-        steps: Dict of policies, or of `"policy, Adam"` for several
-            optimizers, to `CompiledStep`.
-    """
-
-    steps: Mapping[str, CompiledStep]
-
-    def __getitem__(self, name: str) -> CompiledStep:
-        if name not in self.steps:
-            raise KeyError(
-                f"There is no step {name!r}, only {list(self.steps)}."
-            )
-        return self.steps[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.steps)
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    @property
-    def fitting(self) -> str:
-        """A sentence on the step that fits and needs the least memory."""
-        peaks = {
-            name: step.memory.peak
-            for name, step in self.steps.items()
-            if step.memory.fits
-        }
-        if not peaks:
-            return (
-                "None fits: take a smaller batch, or see "
-                "`tfmix.hardware.advise(model, "
-                "batch_size, target=...)` for optimizers that need less."
-            )
-        least = min(peaks, key=lambda name: peaks[name])
-        return f"The least memory: {least}, {peaks[least] / 1e6:,.1f} MB."
-
-    def tables(self) -> list[_tables.Table]:
-        """Returns the table to print."""
-        return [_summary(self.steps, self.fitting)]
-
-    def to_json(self) -> str:
-        """Returns the records as JSON, by policy."""
-        records = {name: step.to_dict() for name, step in self.steps.items()}
-        return json.dumps(records, indent=2)
-
-    def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes one page with all policies and their products to `path`."""
-        steps = list(self.steps.values())
-        products = [step._products(len(step.rows)) for step in steps]
-        _tables.write_page(path, steps[0].model, [*self.tables(), *products])
-
-
-def _summary(steps: Mapping[str, CompiledStep], *notes: str) -> _tables.Table:
-    """Returns a table of the figures of some steps."""
-    figures = [_figures(step) for step in steps.values()]
-    rows = [
-        (name, *(column[name] for column in figures)) for name in figures[0]
-    ]
-    return _tables.Table(("", *steps), rows, notes=notes)
 
 
 def _figures(step: CompiledStep) -> dict[str, str]:

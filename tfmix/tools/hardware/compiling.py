@@ -2,19 +2,14 @@
 
 import collections
 import contextlib
-import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 
 from tfmix import _arguments, _progress
-from tfmix._keras import (
-    compile_method,
-    layers,
-    optimizers,
-)
+from tfmix._keras import compile_method, layers
 from tfmix.autocast import compile as compiling
 from tfmix.autocast import global_policy
 from tfmix.autocast import record as mixed_model
@@ -38,8 +33,8 @@ def compile_for(
     devices: int = 1,
     optimizer: Any = None,
     loss: Any = None,
-    policy: str | keras.DTypePolicy | Sequence[Any] | None = None,
-) -> compiled_step.CompiledStep | compiled_step.CompiledSteps:
+    policy: str | keras.DTypePolicy | None = None,
+) -> compiled_step.CompiledStep:
     """Compiles a model's training step for an accelerator you do not have.
 
     Use it to see what a policy gains on hardware before you rent it: which
@@ -54,18 +49,15 @@ def compile_for(
         target: String, the name of one of `targets()`. Defaults to `"h200"`.
         devices: Integer, how many devices share the batch, each with all
             weights. Defaults to `1`; only JAX supports more.
-        optimizer: A Keras optimizer or its name, or a list of them to compare.
-            It is copied. Defaults to `None`: the model's own, or Adam.
+        optimizer: A Keras optimizer or its name. It is copied. Defaults to
+            `None`: the model's own, or Adam.
         loss: A Keras loss or its name. Defaults to `None`: the model's own,
             or the mean squared error.
-        policy: As for `convert_model`, or a list of policies to compare;
-            `"auto"` is the policy for the target. Defaults to `None`: the
-            model keeps its dtypes.
+        policy: As for `convert_model`; `"auto"` is the policy for the target.
+            Defaults to `None`: the model keeps its dtypes.
 
     Returns:
-        A `CompiledStep`. For a list of policies or optimizers,
-        `CompiledSteps`: a mapping with the policy as its key, or
-        `"policy, Adam"` for several optimizers.
+        A `CompiledStep`, which prints as a table.
 
     Raises:
         ImportError: If the target's compiler is not installed.
@@ -90,15 +82,12 @@ def compile_for(
             "`batch_size` must be a multiple of `devices`. "
             f"Received: batch_size={rows}, devices={count}."
         )
-    chosen_policies = [
-        # "auto" is the policy for the target, not for this machine.
-        accelerator.auto() if isinstance(item, str) and item == "auto" else item
-        for item in _as_list("policy", policy)
-    ]
-    chosen_optimizers = _as_list("optimizer", optimizer)
-    _as_list("loss", loss)
-    for chosen in chosen_policies:
-        _check_policy(chosen, model, accelerator)
+    if policy == "auto":
+        # That is the policy for the target, not for this machine.
+        policy = accelerator.auto()
+    _check_one("policy", policy)
+    _check_one("optimizer", optimizer)
+    _check_policy(policy, model, accelerator)
     if not model.built:
         raise ValueError(
             "`model` must be built: its weights have no shapes yet. Received: "
@@ -106,42 +95,19 @@ def compile_for(
             "keras.Input(shape)."
         )
     records = compilers.devices(accelerator, count)
-    steps = {}
-    for chosen, inner in itertools.product(chosen_policies, chosen_optimizers):
-        twin = _compile_copy(model, chosen, inner, loss)
-        name = title = _name(chosen, twin)
-        if len(chosen_optimizers) > 1:
-            title += f", {_optimizer_name(inner, model)}"
-        if title in steps:
-            raise ValueError(
-                "The steps to compare must differ in policy or in the classes "
-                f"of optimizers. Received: {title!r} twice. Compile for one of "
-                "them at a time."
-            )
-        with _progress.shown(f"Compiling {title} for {accelerator.name}"):
-            compiled = lowering.compile_training_step(twin, rows, records)
-        steps[title] = record(compiled, twin, accelerator, count, rows, name)
-    if isinstance(policy, list | tuple) or isinstance(optimizer, list | tuple):
-        return compiled_step.CompiledSteps(steps)
-    (only,) = steps.values()
-    return only
+    twin = _compile_copy(model, policy, optimizer, loss)
+    name = _name(policy, twin)
+    with _progress.shown(f"Compiling {name} for {accelerator.name}"):
+        compiled = lowering.compile_training_step(twin, rows, records)
+    return record(compiled, twin, accelerator, count, rows, name)
 
 
-def _as_list(name: str, value: Any) -> list[Any]:
-    if isinstance(value, list | tuple | dict) and not value:
-        raise ValueError(
-            f"`{name}` must not be empty. Received: {name}={value!r}. Leave it "
-            "out to use the model's own."
+def _check_one(name: str, value: Any) -> None:
+    if isinstance(value, list | tuple):
+        raise TypeError(
+            f"`{name}` must be one, not several. Received: {name}={value!r}. "
+            "Call `compile_for` for each of them, and print what it returns."
         )
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _optimizer_name(optimizer: Any, model: keras.Model) -> str:
-    """Returns the class names of an optimizer and its inner optimizers."""
-    optimizer = optimizer or getattr(model, "optimizer", None) or "adam"
-    chain = optimizers.chain(keras.optimizers.get(optimizer))
-    names = [type(part).__name__ for part in chain]
-    return "(".join(names) + ")" * (len(names) - 1)
 
 
 def _check_policy(
