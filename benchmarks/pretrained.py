@@ -49,8 +49,8 @@ def peak(name: str, policy: str) -> float:
         )
         model = keras.Model(inputs, _Training(one.make())(inputs))
         model.compile(keras.optimizers.Adam(one.rate), loss=one.losses)
-    devices = compilers.devices(targets.find(TARGET), 1)
-    step = lowering.compile_training_step(model, len(one.y[0]), devices)
+    device = compilers.device(targets.find(TARGET))
+    step = lowering.compile_training_step(model, len(one.y[0]), device)
     return (step.arguments + step.extra) / 1e6
 
 

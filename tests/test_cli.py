@@ -177,7 +177,6 @@ WRONG_INPUT = {
     "compile none.keras --batch 32": "There is no file .*none.keras",
     f"{COMPILE} --target v5e": "take.*mixed_bfloat16",
     f"{COMPILE} --policy int8": "int8",
-    f"{COMPILE} --devices 3": "devices=3",
     f"{COMPILE} --html .": "is a folder. Give the name of a file",
     "convert none.keras new.keras --policy O2": "There is no file",
     "convert good.keras new.h5 --policy O2": r"ends in `\.keras`",

@@ -56,10 +56,10 @@ def counted(
         model = make()
     model.compile(optimizer, loss=loss)
     accelerator = targets.find(target)
-    places = compilers.devices(accelerator, 1)
+    device = compilers.device(accelerator)
     with keras.StatelessScope(initialize_variables=False):
-        compiled = lowering.compile_training_step(model, rows, places)
-        return compiling.record(compiled, model, accelerator, 1, rows, "step")
+        compiled = lowering.compile_training_step(model, rows, device)
+        return compiling.record(compiled, model, accelerator, rows, "step")
 
 
 def both(sizes, rows=ROWS, length=LENGTH):

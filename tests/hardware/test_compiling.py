@@ -361,26 +361,6 @@ def test_a_tpu_multiplies_bfloat16_on_its_mxu():
     assert found.flops == 2 * 256 * (2 * 64 * 128 + 3 * 128 * 32)
 
 
-@needs("h200")
-@pytest.mark.skipif(not JAX, reason="several devices need JAX")
-def test_several_devices_share_the_batch_and_sum_gradients():
-    model = small()
-    one = compile_for(model, 256, "h200")
-    four = compile_for(model, 256, "h200", devices=4)
-    assert 4 * four.flops == one.flops
-    assert (one.exchanges, one.exchanged) == (0, 0)
-    # Only the loss is summed besides the gradients.
-    gradients = 4 * model.count_params()
-    assert gradients <= four.exchanged <= gradients + 64
-
-
-@pytest.mark.skipif(JAX, reason="JAX compiles for several devices")
-@needs("h200")
-def test_several_devices_under_tensorflow_are_refused_with_the_reason():
-    with pytest.raises(ValueError, match="devices=2.*KERAS_BACKEND=jax"):
-        compile_for(small(), 256, "h200", devices=2)
-
-
 @pytest.mark.parametrize(
     ("target", "extra"), [("v5e", "tpu"), ("h200", "nvidia")]
 )
@@ -404,7 +384,6 @@ def narrow():
         (small, {"optimizer": ["sgd"]}, r"optimizer=\['sgd'\]. Call"),
         (small, {"target": "h20"}, "target='h20'.*Did you mean 'h200'"),
         (small, V5E | {"policy": "mixed_float16"}, "float16'.*mixed_bfloat16"),
-        (small, V5E | {"batch_size": 30, "devices": 4}, "=30, devices=4"),
         (narrow, {"target": "v6e"}, "no float16 products"),
         (keras.Sequential, {}, "must be built.*keras.Input"),
         (lambda: np.zeros(3), {}, "model="),

@@ -156,7 +156,7 @@ def test_a_step_of_two_products_takes_few_kernels(name, tokens):
         pairs = zip(weights, gradients, strict=True)
         return [weight - 0.01 * gradient for weight, gradient in pairs]
 
-    (device,) = compilers.devices(target.find(name), 1)
+    device = compilers.device(target.find(name))
     sharding = jax.sharding.SingleDeviceSharding(device)
 
     def matrix(rows):

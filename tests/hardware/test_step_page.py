@@ -19,8 +19,6 @@ STEP = compiled_step.CompiledStep(
     memory=compiled_step.StepMemory(
         10, 20, 30, 40, training_memory.Memory(4, 0, 6, 4, 16)
     ),
-    exchanges=0,
-    exchanged=0,
     flops=6144,
     bytes=100,
     open_loops=0,
@@ -29,7 +27,6 @@ STEP = compiled_step.CompiledStep(
     model="my_model",
     policy="mixed_float16",
     target="h200",
-    devices=1,
     batch_size=8,
     backend="jax",
 )

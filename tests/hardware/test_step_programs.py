@@ -124,7 +124,7 @@ def sparse(optimizer, target):
     initial = keras.initializers.Zeros()
     table = keras.Variable(initial, shape=(1_000_000, 64), name="table")
     optimizer.build([table])
-    (device,) = compilers.devices(targets.find(target), 1)
+    device = compilers.device(targets.find(target))
 
     @tf.function(jit_compile=True, autograph=False)
     def step(values, ids):
@@ -228,8 +228,8 @@ def test_a_step_of_fit_launches_no_more_kernels_and_moves_no_more(build):
         keras.losses.SparseCategoricalCrossentropy(from_logits=from_logits),
         metrics=["accuracy"],
     )
-    (device,) = compilers.devices(targets.find("h200"), 1)
-    made = lowering.compile_training_step(model, 32, [device])
+    device = compilers.device(targets.find("h200"))
+    made = lowering.compile_training_step(model, 32, device)
     program = compiled_text.read(made.text)
     kernels, megabytes = STEPS[build]
     assert program.kernels <= kernels

@@ -1,7 +1,6 @@
 """The names, grids and descriptions of accelerators."""
 
 import importlib
-import math
 
 import pytest
 
@@ -43,18 +42,6 @@ def test_rates_agree_with_each_other_with_auto_and_the_devices(target):
         assert getattr(device, dtype) == (dtype in rates)
     fast = "bfloat16" if "bfloat16" in rates else "float16"
     assert target.auto() == f"mixed_{fast}"
-
-
-@pytest.mark.parametrize("name", ["v4", "v5e", "v5p", "v6e"])
-def test_a_grid_has_the_requested_number_of_devices(name):
-    target = targets.find(name)
-    for power in range(9):
-        sides = targets.topology(target, 2**power).split("x")
-        assert math.prod(map(int, sides)) == 2**power
-        assert len(sides) == (3 if name in ("v4", "v5p") else 2)
-    for count in (3, 6, 512):
-        with pytest.raises(ValueError, match=f"power of two.*devices={count}"):
-            targets.topology(targets.find("v5e"), count)
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_a_jitted_step_calls_no_host_and_can_be_exported(policy, wrapper):
 def test_a_v5e_neither_asks_its_host_nor_branches(wrapper):
     skip_without("v5e")
     step, state = step_of_jax("mixed_bfloat16", wrapper)
-    (device,) = compilers.devices(targets.find("v5e"), 1)
+    device = compilers.device(targets.find("v5e"))
     sharding = jax.sharding.SingleDeviceSharding(device)
     given = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),

@@ -277,11 +277,6 @@ _COMPILE: _Options = {
         "(default: h200)",
     },
     "--batch-size": _ROWS,
-    "--devices": {
-        "type": int,
-        "default": 1,
-        "help": "how many share the batch (default: 1)",
-    },
     "--policy": {"help": f"{_LISTED} (default: the model's own)"},
     "--optimizer": {"help": "a name of Keras's (default: the saved one)"},
     "--loss": {"help": "a loss of Keras (default: the compiled one)"},
@@ -381,7 +376,7 @@ _COMMANDS: dict[str, tuple[str, tuple[str, ...], _Options]] = {
         "not here",
         (
             " model.keras --target h200 --batch-size 64",
-            " model.keras --target v5e --batch-size 64 --devices 4 --json",
+            " model.keras --target v5e --batch-size 64 --json",
             " model.keras --batch-size 64 --policy mixed_bfloat16",
         ),
         _COMPILE,

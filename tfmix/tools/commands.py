@@ -125,7 +125,6 @@ def run_compile(options: argparse.Namespace) -> Outcome:
         model,
         options.batch_size,
         target=options.target,
-        devices=options.devices,
         optimizer=options.optimizer,
         loss=options.loss,
         policy=options.policy,

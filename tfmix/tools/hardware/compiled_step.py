@@ -40,7 +40,7 @@ class CompiledProduct:
 
 @dataclasses.dataclass(frozen=True)
 class StepMemory:
-    """The memory of a step on one device, in bytes.
+    """The memory of a step, in bytes.
 
     Attributes:
         arguments: Weights, optimizer, metrics and batch.
@@ -74,10 +74,8 @@ class CompiledStep(_tables.Printed):
         copies: The number of copies inside the device's memory.
         conditionals: The number of branches, at which a GPU waits for the
             host.
-        memory: A `StepMemory`, of one device.
-        exchanges: The number of exchanges between devices.
-        exchanged: Bytes that each device receives in exchanges.
-        flops: Operations of all products, on one device.
+        memory: A `StepMemory`.
+        flops: Operations of all products.
         bytes: Bytes that kernels read and write in the device's memory; only
             the used part for gathers and slices. Data that a TPU fetches into
             its on-chip memory counts once.
@@ -91,8 +89,7 @@ class CompiledStep(_tables.Printed):
         model: The name of the model.
         policy: The name of the policy.
         target: The name of the target.
-        devices: How many devices share the batch.
-        batch_size: Rows of a batch, of all devices together.
+        batch_size: Rows of a batch.
         backend: The Keras backend that lowered the step.
     """
 
@@ -101,8 +98,6 @@ class CompiledStep(_tables.Printed):
     copies: int
     conditionals: int
     memory: StepMemory
-    exchanges: int
-    exchanged: int
     flops: int
     bytes: int
     open_loops: int
@@ -111,7 +106,6 @@ class CompiledStep(_tables.Printed):
     model: str
     policy: str
     target: str
-    devices: int
     batch_size: int
     backend: str
 
@@ -129,12 +123,11 @@ class CompiledStep(_tables.Printed):
     @property
     def title(self) -> str:
         """One line: policy, target, share in 16 bit, bound."""
-        many = f"{self.devices} x " if self.devices > 1 else ""
         products = "no products"
         if self.rows:
             products = f"{self.share_16bit:.0%} of the products in 16 bit"
         return (
-            f"{self.policy} on {many}{self.target}, batch of "
+            f"{self.policy} on {self.target}, batch of "
             f"{self.batch_size}: {products}, at least "
             f"{1e3 * self.seconds:.3g} ms ({self.bound})"
         )
@@ -208,7 +201,6 @@ def _figures(step: CompiledStep) -> dict[str, str]:
         "arguments, MB": f"{memory.arguments / 1e6:,.1f}",
         "temporaries, MB": f"{memory.temporaries / 1e6:,.1f}",
         "peak, MB": f"{memory.peak / 1e6:,.1f} ({fits})",
-        "exchanged, MB": f"{step.exchanged / 1e6:,.2f} ({step.exchanges:,})",
         "GFLOP": f"{step.flops / 1e9:,.3g}",
         "GB moved": f"{step.bytes / 1e9:,.3g}",
         "at least, ms": f"{1e3 * step.seconds:.3g} ({step.bound})",

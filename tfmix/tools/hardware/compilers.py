@@ -56,10 +56,10 @@ class Compiled:
 
     Attributes:
         text: The optimized program, as HLO text.
-        arguments: Bytes of the arguments on each device.
-        outputs: Bytes of the outputs on each device.
+        arguments: Bytes of the arguments.
+        outputs: Bytes of the outputs.
         aliased: Bytes of the outputs that overwrite arguments.
-        temporaries: Further bytes that each device needs while it runs.
+        temporaries: Further bytes that the device needs while it runs.
         accessed: The "bytes accessed" that a TPU's compiler counts itself,
             including data that stays on the chip. 0 for a GPU.
     """
@@ -86,14 +86,12 @@ def missing(target: targets.Target) -> list[str]:
     ]
 
 
-def devices(target: targets.Target, count: int) -> list[Any]:
-    """Returns JAX's records of devices to compile for.
+def device(target: targets.Target) -> Any:
+    """Returns JAX's record of a device to compile for.
 
     Raises:
         ImportError: If the target's compiler is not installed.
-        ValueError: If the devices cannot be linked.
     """
-    grid = targets.topology(target, count)
     if lacking := missing(target):
         extra, size, _ = _NEEDED[target.kind]
         raise ImportError(
@@ -111,16 +109,18 @@ def devices(target: targets.Target, count: int) -> list[Any]:
         description = topologies.get_topology_desc(
             platform="cuda",
             topology_name=target.name,
-            topology=grid,
+            topology="1x1x1",
             target_config=targets.config(target),
         )
     else:
         # JAX takes the two cores of a v4 chip for one device.
         cores = {"chip_config_name": "megacore"} if target.name == "v4" else {}
+        # These form boxes, and the others squares.
+        grid = "1x1x1" if target.name in ("v4", "v5p") else "1x1"
         description = topologies.get_topology_desc(
             platform="tpu", topology_name=f"{target.name}:{grid}", **cores
         )
-    return list(description.devices)[:count]
+    return description.devices[0]
 
 
 def _start_jax() -> None:

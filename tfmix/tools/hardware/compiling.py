@@ -30,7 +30,6 @@ def compile_for(
     model: keras.Model,
     batch_size: int,
     target: str = "h200",
-    devices: int = 1,
     optimizer: Any = None,
     loss: Any = None,
     policy: str | keras.DTypePolicy | None = None,
@@ -45,10 +44,9 @@ def compile_for(
 
     Args:
         model: A built `keras.Model`, compiled or not.
-        batch_size: Integer, rows of a training batch, of all devices together.
+        batch_size: Integer, rows of a training batch. Of several devices that
+            share a batch, compile the share of one.
         target: String, the name of one of `targets()`. Defaults to `"h200"`.
-        devices: Integer, how many devices share the batch, each with all
-            weights. Defaults to `1`; only JAX supports more.
         optimizer: A Keras optimizer or its name. It is copied. Defaults to
             `None`: the model's own, or Adam.
         loss: A Keras loss or its name. Defaults to `None`: the model's own,
@@ -64,8 +62,8 @@ def compile_for(
         TypeError: If an argument has the wrong type, or `model` cannot be
             copied.
         ValueError: If the target is unknown or cannot run the policy, the
-            model is not built, the batch cannot be shared, or `optimizer` or
-            `loss` is missing for a model with its own `compile`.
+            model is not built, or `optimizer` or `loss` is missing for a model
+            with its own `compile`.
 
     Examples:
         >>> model = keras.Sequential([keras.Input((64,))])
@@ -75,13 +73,7 @@ def compile_for(
     """
     _arguments.model(model)
     rows = _arguments.count("batch_size", batch_size, example=32)
-    count = _arguments.count("devices", devices)
     accelerator = targets.find(target)
-    if rows % count:
-        raise ValueError(
-            "`batch_size` must be a multiple of `devices`. "
-            f"Received: batch_size={rows}, devices={count}."
-        )
     if policy == "auto":
         # That is the policy for the target, not for this machine.
         policy = accelerator.auto()
@@ -94,12 +86,12 @@ def compile_for(
             f"model={model!r}. Call it once on a batch, or begin it with "
             "keras.Input(shape)."
         )
-    records = compilers.devices(accelerator, count)
+    device = compilers.device(accelerator)
     twin = _compile_copy(model, policy, optimizer, loss)
     name = _name(policy, twin)
     with _progress.shown(f"Compiling {name} for {accelerator.name}"):
-        compiled = lowering.compile_training_step(twin, rows, records)
-    return record(compiled, twin, accelerator, count, rows, name)
+        compiled = lowering.compile_training_step(twin, rows, device)
+    return record(compiled, twin, accelerator, rows, name)
 
 
 def _check_one(name: str, value: Any) -> None:
@@ -195,7 +187,6 @@ def record(
     compiled: compilers.Compiled,
     model: keras.Model,
     target: targets.Target,
-    devices: int,
     batch_size: int,
     policy: str,
 ) -> compiled_step.CompiledStep:
@@ -221,8 +212,6 @@ def record(
             target.memory,
             training_memory.of_step(model, compiled.temporaries),
         ),
-        exchanges=program.exchanges,
-        exchanged=program.exchanged,
         flops=sum(row.flops for row in rows),
         bytes=program.bytes,
         open_loops=program.open_loops,
@@ -231,7 +220,6 @@ def record(
         model=model.name,
         policy=policy,
         target=target.name,
-        devices=devices,
         batch_size=batch_size,
         backend=keras.backend.backend(),
     )

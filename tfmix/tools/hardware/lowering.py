@@ -17,31 +17,29 @@ _MARK = "tfmix_layer_"
 
 
 def compile_training_step(
-    model: keras.Model, batch_size: int, devices: list[Any]
+    model: keras.Model, batch_size: int, device: Any
 ) -> compilers.Compiled:
     """Compiles the step that `fit` runs for each batch, including the guard.
 
     Args:
         model: A compiled model. Its optimizer is built.
-        batch_size: Rows of a batch, of all devices together.
-        devices: JAX's records of the devices, from `compilers.devices`.
+        batch_size: Rows of a batch.
+        device: JAX's record of the device, from `compilers.device`.
     """
     (x,) = model_batches.inputs(model, batch_size)
     outputs = graphs.run_on_shapes(model, [x])
     y = model_batches.targets(model, outputs)
     data = keras.utils.pack_x_y_sample_weight(x, y)
     try:
-        return _compile(model, data, devices)
+        return _compile(model, data, device)
     except Exception:
         if y is not None or not training.has_own_step(model):
             raise
         # A custom `train_step` may read targets without a loss of the model.
-        return _compile(model, (x, outputs), devices)
+        return _compile(model, (x, outputs), device)
 
 
-def _compile(
-    model: keras.Model, data: Any, devices: list[Any]
-) -> compilers.Compiled:
+def _compile(model: keras.Model, data: Any, device: Any) -> compilers.Compiled:
     training.build_for_training(model, data)
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
@@ -50,7 +48,7 @@ def _compile(
     layers = host.called(model)
     mark = functools.partial(_with_scope, layers)
     with graphs.calls_replaced(layers, mark):
-        return compile_step(model, data, devices)
+        return compile_step(model, data, device)
 
 
 def layer_of(label: str) -> int | None:
@@ -87,22 +85,18 @@ def _scope(name: str) -> contextlib.AbstractContextManager:
 
 
 def _compile_on_jax(
-    model: keras.Model, data: Any, devices: list[Any]
+    model: keras.Model, data: Any, device: Any
 ) -> compilers.Compiled:
     import jax
-    import numpy as np
 
-    mesh = jax.sharding.Mesh(np.asarray(devices), ("batch",))
-    everywhere = jax.sharding.PartitionSpec()
-    rows = jax.sharding.PartitionSpec("batch")
+    sharding = jax.sharding.SingleDeviceSharding(device)
 
-    def describe(leaf: Any, spec: Any) -> Any:
-        sharding = jax.sharding.NamedSharding(mesh, spec)
+    def describe(leaf: Any) -> Any:
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
         return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
 
     state = tuple(
-        [describe(variable, everywhere) for variable in variables]
+        [describe(variable) for variable in variables]
         for variables in (
             model.trainable_variables,
             model.non_trainable_variables,
@@ -110,25 +104,18 @@ def _compile_on_jax(
             model.metrics_variables,
         )
     )
-    batch = tree.map_structure(lambda leaf: describe(leaf, rows), data)
+    batch = tree.map_structure(describe, data)
     step = jax.jit(model.train_step, donate_argnums=0)
-    with compilers.traced_for(devices[0]):
+    with compilers.traced_for(device):
         lowered = step.lower(state, batch)
     return compilers.compile_jax(lowered)
 
 
 def _compile_on_tensorflow(
-    model: keras.Model, data: Any, devices: list[Any]
+    model: keras.Model, data: Any, device: Any
 ) -> compilers.Compiled:
     import tensorflow as tf
 
-    if len(devices) > 1:
-        raise ValueError(
-            "Under the TensorFlow backend, `devices` must be 1: its replicas "
-            "are only connected when they run. Received: "
-            f"devices={len(devices)}. Pass one device's share of the batch, "
-            "or set KERAS_BACKEND=jax."
-        )
     # TensorFlow compiles for specs of tensors, but not for nests of specs.
     leaves = [
         tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in tree.flatten(data)
@@ -139,7 +126,7 @@ def _compile_on_tensorflow(
         return model.train_step(tree.pack_sequence_as(data, list(batch)))
 
     try:
-        return compilers.compile_tensorflow(step, leaves, devices[0])
+        return compilers.compile_tensorflow(step, leaves, device)
     except ValueError as error:
         lacking = re.findall(r"(\w+) \(No registered", str(error))
         if not lacking:

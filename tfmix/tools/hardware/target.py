@@ -1,7 +1,6 @@
 """Published figures of accelerators, which need not be attached."""
 
 import dataclasses
-import math
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -126,27 +125,6 @@ def _words(name: str) -> frozenset[str]:
     joined = re.sub(r"(rtx)\W*|(\d)\W*(?=gb)", r"\1\2", name.lower())
     plain = re.sub(r"sxm\d", "sxm", joined)
     return frozenset(re.split(r"[\W_]+", plain)) - _ADDED
-
-
-def topology(target: Target, devices: int) -> str:
-    """Returns the grid that links a number of devices, as text for XLA.
-
-    Raises:
-        ValueError: If there is no such grid.
-    """
-    if target.kind == "GPU":
-        return f"1x1x{devices}"
-    # TPUs form squares, or rectangles twice as long as wide for odd powers of
-    # two. v4 and v5p form boxes.
-    axes = 3 if target.name in ("v4", "v5p") else 2
-    power = int(math.log2(devices))
-    if 2**power != devices or not 1 <= devices <= 256:
-        raise ValueError(
-            "`devices` must be a power of two from 1 to 256 for a TPU. "
-            f"Received: devices={devices!r}, target={target.name!r}."
-        )
-    sides = [2 ** ((power + axis) // axes) for axis in range(axes)]
-    return "x".join(map(str, sorted(sides, reverse=axes == 3 and power == 2)))
 
 
 def config(target: Target) -> str:
