@@ -160,6 +160,7 @@ WRONG_INPUT = {
     "check good.keras --data narrow.npz": (
         r"input 'features'.*array of shape \(24, 3\).*shape \(rows, 8\)"
     ),
+    f"{CHECK} --html .": "is a folder. Give the name of a file",
     "check own.keras --data narrow.npz": "could not be checked on.*shape",
     "check good.keras --data other.npz": r"inputs \['features'\].*'other'",
     f"{CHECK} --rows 0": "at least 1",
@@ -177,7 +178,6 @@ WRONG_INPUT = {
     "compile none.keras --batch 32": "There is no file .*none.keras",
     f"{COMPILE} --target v5e": "take.*mixed_bfloat16",
     f"{COMPILE} --policy int8": "int8",
-    f"{COMPILE} --html .": "is a folder. Give the name of a file",
     "convert none.keras new.keras --policy O2": "There is no file",
     "convert good.keras new.h5 --policy O2": r"ends in `\.keras`",
     "convert good.keras good.keras --policy O2": "--overwrite",
@@ -367,13 +367,11 @@ def test_compile_says_how_much_it_has_to_install(run, capsys, monkeypatch):
 
 
 @programs.needs("h200")
-def test_compile_says_what_an_h200_would_run(data, tmp_path):
-    page = tmp_path / "step.html"
-    found = data(f"{COMPILE} --target h200 --html {page}")
+def test_compile_says_what_an_h200_would_run(data):
+    found = data(f"{COMPILE} --target h200")
     assert (found["policy"], found["target"]) == ("mixed_float16", "h200")
     assert {row["dtype"] for row in found["rows"]} == {"float16"}
     assert found["memory"]["fits"]
-    assert "first" in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.costly

@@ -8,6 +8,8 @@ program may need more memory than this machine has, so it only uses shapes, and
 no variable gets a value.
 """
 
+import dataclasses
+
 import keras
 
 import tfmix
@@ -83,7 +85,7 @@ def both(sizes, rows=ROWS, length=LENGTH):
 
 if __name__ == "__main__":
     for name, step in both(GEMMA_2B).items():
-        held = {**step.memory.kinds.by_title(), "peak": step.memory.peak}
+        held = dataclasses.asdict(step.memory)
         sizes = (f"{kind} {size / 1e6:,.0f}" for kind, size in held.items())
         fits = step.memory.peak <= targets.find("t4").memory
         print(f"{name}, MB: {', '.join(sizes)}; on a T4: {fits}", flush=True)

@@ -280,7 +280,6 @@ _COMPILE: _Options = {
     "--policy": {"help": f"{_LISTED} (default: the model's own)"},
     "--optimizer": {"help": "a name of Keras's (default: the saved one)"},
     "--loss": {"help": "a loss of Keras (default: the compiled one)"},
-    "--html": _file("write a report to this file"),
 }
 _CONVERT: _Options = {
     "source": _file("a .keras file"),

@@ -118,8 +118,6 @@ def run_advise(options: argparse.Namespace) -> Outcome:
 
 def run_compile(options: argparse.Namespace) -> Outcome:
     """Compiles a saved model's training step for another machine."""
-    if options.html:
-        _check_folder(options.html)
     model = _loaded(options.model)
     step = compiling.compile_for(
         model,
@@ -129,8 +127,6 @@ def run_compile(options: argparse.Namespace) -> Outcome:
         loss=options.loss,
         policy=options.policy,
     )
-    if options.html:
-        step.to_html(options.html)
     return Outcome(step, json.loads(step.to_json()))
 
 

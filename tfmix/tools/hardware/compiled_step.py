@@ -2,14 +2,12 @@
 
 import dataclasses
 import json
-import os
 from typing import Any
 
 from tfmix import _tables
-from tfmix.tools.hardware import training_memory
 
-# The table shows so many products, the costliest ones. `rows`, JSON and HTML
-# have all.
+# The table shows so many products, the costliest ones. `rows` and JSON have
+# all.
 _SHOWN = 20
 
 
@@ -44,19 +42,16 @@ class StepMemory:
 
     Attributes:
         arguments: Weights, optimizer, metrics and batch.
-        temporaries: Further memory that the step needs while it runs.
+        temporaries: Further memory that the step needs while it runs:
+            gradients and activations.
         peak: Both, and results that do not overwrite an argument.
         available: The memory of the device.
-        kinds: A `Memory`: weights, masters and optimizer state among the
-            arguments; gradients and activations among the temporaries. The
-            compiler may free a gradient before it computes the next one.
     """
 
     arguments: int
     temporaries: int
     peak: int
     available: int
-    kinds: training_memory.Memory
 
     @property
     def fits(self) -> bool:
@@ -135,7 +130,7 @@ class CompiledStep(_tables.Printed):
     def tables(self) -> list[_tables.Table]:
         """Returns the tables to print."""
         heads, rows = ("", self.policy), [*_figures(self).items()]
-        return [self._products(_SHOWN), _tables.Table(heads, rows)]
+        return [self._products(), _tables.Table(heads, rows)]
 
     def to_json(self) -> str:
         """Returns the record as JSON."""
@@ -149,12 +144,7 @@ class CompiledStep(_tables.Printed):
         data["float32_layers"] = list(self.float32_layers)
         return data
 
-    def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes one page with all products to `path`."""
-        products = self._products(len(self.rows))
-        _tables.write_page(path, self.model, [products, self.tables()[1]])
-
-    def _products(self, most: int) -> _tables.Table:
+    def _products(self) -> _tables.Table:
         heads = ("layer", "phase", "(m, k, n)", "dtype", "kernel", "GFLOP")
         rows = [
             (
@@ -167,7 +157,7 @@ class CompiledStep(_tables.Printed):
                 row.kernel,
                 f"{row.flops / 1e9:.3g}",
             )
-            for row in self.rows[:most]
+            for row in self.rows[:_SHOWN]
         ]
         notes = []
         if not self.rows:
@@ -175,7 +165,7 @@ class CompiledStep(_tables.Printed):
                 "to XLA, a product with one row or one column is a sum, of "
                 "which only the bytes are counted"
             )
-        if (more := len(self.rows) - most) > 0:
+        if (more := len(self.rows) - _SHOWN) > 0:
             notes.append(f"and {more} smaller ones: see `rows`")
         if self.float32_layers and self.share_16bit:
             names = ", ".join(path or "-" for path in self.float32_layers)
@@ -190,14 +180,12 @@ class CompiledStep(_tables.Printed):
 
 def _figures(step: CompiledStep) -> dict[str, str]:
     memory = step.memory
-    kinds = memory.kinds.by_title()
     fits = "fits" if memory.fits else "does not fit"
     return {
         "products in 16 bit": f"{step.share_16bit:.0%}" if step.rows else "-",
         "kernels": f"{step.kernels:,}",
         "copies": f"{step.copies:,}",
         "conditionals": f"{step.conditionals:,}",
-        **{f"{kind}, MB": f"{size / 1e6:,.1f}" for kind, size in kinds.items()},
         "arguments, MB": f"{memory.arguments / 1e6:,.1f}",
         "temporaries, MB": f"{memory.temporaries / 1e6:,.1f}",
         "peak, MB": f"{memory.peak / 1e6:,.1f} ({fits})",

@@ -21,7 +21,6 @@ from tfmix.tools.hardware import (
     compilers,
     hlo_products,
     lowering,
-    training_memory,
 )
 from tfmix.tools.hardware import target as targets
 
@@ -210,7 +209,6 @@ def record(
             compiled.temporaries,
             compiled.arguments + compiled.extra,
             target.memory,
-            training_memory.of_step(model, compiled.temporaries),
         ),
         flops=sum(row.flops for row in rows),
         bytes=program.bytes,
