@@ -1,7 +1,6 @@
 """Published figures of accelerators, which need not be attached."""
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -85,7 +84,7 @@ def targets() -> Targets:
 
 
 def find(name: str) -> Target:
-    """Returns the target of a name, tfmix's own or that of a driver.
+    """Returns the target of a name.
 
     Raises:
         TypeError: If `name` is not a string.
@@ -96,35 +95,14 @@ def find(name: str) -> Target:
             "`target` must be a name such as 'h200'. Received: "
             f"target={name!r} of type {type(name).__name__}."
         )
-    if name.lower() in _TARGETS:
-        return _TARGETS[name.lower()]
-    words = _words(name)
-    # The same chip has other figures with other memory, or on another card.
-    near = [x for x in _TARGETS.values() if x.name.split("-")[0] in words]
-    matches = [target for target in near if words <= _words(target.title)]
-    if len(matches) > 1:
-        matches = [target for target in matches if target.name in words]
-    if not matches:
-        similar = (
-            near[0].name if near else "-".join(sorted(words, reverse=True))
-        )
-        hint = _arguments.did_you_mean(similar, list(_TARGETS))
+    target = _TARGETS.get(name.lower())
+    if target is None:
+        hint = _arguments.did_you_mean(name.lower(), list(_TARGETS))
         raise ValueError(
             f"`target` must be one of {sorted(_TARGETS)!r}. Received: "
             f"target={name!r}.{hint}"
         )
-    return matches[0]
-
-
-# Drivers add these words to the names of chips: "NVIDIA H100 80GB HBM3".
-_ADDED = frozenset(("nvidia", "tesla", "geforce", "hbm3", "hbm3e", "tpu"))
-
-
-def _words(name: str) -> frozenset[str]:
-    """Returns the words of a chip's name, in lower case, without brands."""
-    joined = re.sub(r"(rtx)\W*|(\d)\W*(?=gb)", r"\1\2", name.lower())
-    plain = re.sub(r"sxm\d", "sxm", joined)
-    return frozenset(re.split(r"[\W_]+", plain)) - _ADDED
+    return target
 
 
 def config(target: Target) -> str:
