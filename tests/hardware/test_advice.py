@@ -36,7 +36,6 @@ LSTM, GRU = [(224, 3, 16), (32, 4, 16)], [(224, 4, 15), (32, 5, 15)]
         (layers.LSTM(12), [(5, 7)], [(160, 7, 48), (32, 12, 48)]),
         (layers.RNN(layers.LSTMCell(4)), [(7, 3)], LSTM),
         (layers.RNN(PAIR), [(7, 3)], [*LSTM, *GRU]),
-        (layers.AdditiveAttention(), [(6, 8), (9, 8)], [(6, 9, 8)]),
         (layers.MultiHeadAttention(2, 8), [(6, 16)], [(6, 8, 6), (6, 6, 8)]),
         (
             layers.MultiHeadAttention(2, 8, attention_axes=2),
@@ -390,7 +389,7 @@ def test_bytes_agree_with_what_the_compiler_reports_for_the_step():
     assert kept == pytest.approx(memory.activations, rel=0.2)
 
 
-def test_the_advice_describes_float8_layers_and_their_gain():
+def test_the_advice_describes_float8_layers():
     sizes = {"first": 4096, "second": 4096, "narrow": 96, "last": 10}
     with tfmix.policy_scope("mixed_float8"):
         model = sequential(*(layers.Dense(n, name=k) for k, n in sizes.items()))
@@ -401,19 +400,9 @@ def test_the_advice_describes_float8_layers_and_their_gain():
     text = str(found)
     assert "1 layers multiply in float8." in text
     assert "narrow: 4096 x 96 is too small to gain." in text
-    # The time is that of three products, and of eleven bytes per number.
-    flops, rate, rate8 = 6 * 4096, 989.4e12, 1978.9e12
-    sixteen = (16 * 4096 + 4096 * 96 + 96 * 10) * flops / rate
-    second = 4096 * 4096 * flops
-    moved = 11 * 3 * 4096 * 4096 / 4.8e12
-    gain = (sixteen + second / rate) / (sixteen + second / rate8 + moved)
-    assert f"({gain:.2f} times)" in text
     # The first call chooses the same layers.
     model(np.ones((1, 16), "float32"))
     assert advise(model, 4096) == found
-    (*_, last) = advise(model, 4096, target="a100").float8
-    assert "A100" in last
-    assert "slower" in last
     # Another policy does not mention float8.
     other = advise(sequential(layers.Dense(1024), shape=(1024,)), 32)
     assert (other.float8, other.rows[0].float8) == ((), "")
