@@ -170,10 +170,10 @@ WRONG_INPUT = {
     "advise none.keras --batch-size 8": "There is no file .*none.keras",
     "advise good.keras --batch-size 0": "batch_size=0",
     "advise long.keras --batch-size 8": (
-        r"\(None, None, 3\).*as in `--input-shape 128 3`\.$"
+        r"\(None, None, 3\).*in a shell `--input-shape 128 3`"
     ),
     "advise long.keras --batch-size 8 --input-shape 5": (
-        r"input_shape=\(5,\).*as in `--input-shape 128 3`\.$"
+        r"input_shape=\(5,\).*in a shell `--input-shape 128 3`"
     ),
     "compile none.keras --batch 32": "There is no file .*none.keras",
     f"{COMPILE} --target v5e": "take.*mixed_bfloat16",

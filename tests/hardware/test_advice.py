@@ -166,44 +166,27 @@ def test_a_subclassed_model_is_run_on_the_shapes_it_was_built_with():
     assert row.shapes == ((64, 16, 8),)
 
 
-IDS = np.ones((4, 6), "int32")
-
-
 @pytest.mark.parametrize(
     "given",
     [
-        {"x": {"ids": IDS, "mask": IDS}},
         {"input_shape": (6,)},
         {"input_shape": {"ids": (6,), "mask": (6,)}},
     ],
-    ids=["x", "one shape", "shapes by name"],
+    ids=["one shape", "shapes by name"],
 )
-def test_a_free_length_is_taken_from_x_or_a_shape(given):
+def test_a_free_length_is_taken_from_a_shape(given):
     (row,) = advise(tokens(), 32, **given).rows
     assert row.shapes == ((32 * 6, 16, 8),)
 
 
 @pytest.mark.parametrize("kind", ["subclassed", "sequential"])
-@pytest.mark.parametrize("given", ["x", "input_shape"])
-def test_an_unbuilt_model_is_built(kind, given):
+def test_an_unbuilt_model_is_built(kind):
     layer = layers.Dense(8, name="head")
     model = Unbuilt() if kind == "subclassed" else keras.Sequential([layer])
-    x = np.ones((4, 16), "float32")
-    known = {"x": x} if given == "x" else {"input_shape": (16,)}
-    advice = advise(model, 32, **known)
+    advice = advise(model, 32, input_shape=(16,))
     assert advice.rows[0].shapes == ((32, 16, 8),)
     assert advice.memory["float32"].weights == 4 * (16 * 8 + 8)
-    assert model(x).shape == (4, 8)
-
-
-def test_the_inputs_may_come_as_a_dataset():
-    tf = pytest.importorskip("tensorflow")
-    pairs = np.ones((8, 16), "float32"), np.ones((8, 1))
-    data = tf.data.Dataset.from_tensor_slices(pairs).batch(4)
-    (row,) = advise(Unbuilt(), 32, x=data).rows
-    assert row.shapes == ((32, 16, 8),)
-    with pytest.raises(ValueError, match=r"at least one row.*without a batch"):
-        advise(Unbuilt(), 32, x=data.take(0))
+    assert model(np.ones((4, 16), "float32")).shape == (4, 8)
 
 
 def test_the_ten_costliest_layers_are_printed():
@@ -227,8 +210,7 @@ FREE = sequential(layers.Dense(4), shape=(None, 3))
         (FREE, 32, {}, r"input_shape=\(128, 3\)"),
         (FREE, 32, {"input_shape": (5,)}, r"input_shape=\(5,\)"),
         (FREE, 32, {"input_shape": (None, 3)}, r"input_shape=\(128, 3\)"),
-        (FREE, 32, {"x": IDS, "input_shape": (5, 3)}, "not both"),
-        (Unbuilt(), 32, {}, r"takes `x`.*or `input_shape`"),
+        (Unbuilt(), 32, {}, r"Call it once on a batch, or pass `input_sh"),
         (FREE, 32, {"target": "v5"}, "Did you mean 'v5p'"),
     ],
 )

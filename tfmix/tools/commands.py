@@ -19,7 +19,7 @@ from tfmix.policy.devices import devices, suited_policy
 from tfmix.tools import demo
 from tfmix.tools.diagnostics import check, environment
 from tfmix.tools.hardware import advice as advise
-from tfmix.tools.hardware import compiling, model_batches
+from tfmix.tools.hardware import compiling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,16 +103,9 @@ def run_advise(options: argparse.Namespace) -> Outcome:
     # The state of an optimizer that was saved with the model counts, too.
     model = _loaded(options.model)
     shape = options.input_shape and tuple(options.input_shape)
-    try:
-        advice = advise.advise(
-            model, options.batch_size, input_shape=shape, target=options.target
-        )
-    except model_batches.InputShapeError as error:
-        sizes = " ".join(map(str, error.example))
-        raise ValueError(
-            f"{error.text} Write the sizes of one row, as in `--input-shape "
-            f"{sizes}`."
-        ) from error
+    advice = advise.advise(
+        model, options.batch_size, input_shape=shape, target=options.target
+    )
     return Outcome(advice, json.loads(advice.to_json()))
 
 

@@ -171,7 +171,6 @@ def advise(
     model: keras.Model,
     batch_size: int,
     *,
-    x: Any = None,
     input_shape: Any = None,
     target: str | None = None,
 ) -> Advice:
@@ -184,12 +183,9 @@ def advise(
     Args:
         model: A `keras.Model`. It is built if necessary.
         batch_size: Integer, rows of a training batch.
-        x: Inputs as for `fit`: an array, a nest of arrays, or a
-            `tf.data.Dataset`. Only their shapes and dtypes are read, for a
-            model that is not built or has inputs of any length. Defaults to
-            `None`: the model's own input shapes.
-        input_shape: Instead of `x`, the shape of one row, such as `(128,)`,
-            for every input, or a nest of such shapes.
+        input_shape: The shape of one row, such as `(128,)`, for every input,
+            or a nest of such shapes, for a model that is not built or has
+            inputs of any length. Defaults to `None`: the model's own.
         target: The name of one of `targets()`. Its memory decides what fits
             in the 16-bit dtype of `"auto"` there. Defaults to `None`: the
             memory is not compared.
@@ -201,8 +197,7 @@ def advise(
         TypeError: If `model` is not a Keras model, or `batch_size` not an
             integer.
         ValueError: If `batch_size` is below 1, the model's input shapes are
-            not known, you pass both `x` and `input_shape`, they do not fit,
-            or there is no such target.
+            not known or do not fit, or there is no such target.
 
     Examples:
         >>> layers = [keras.Input((64,)), keras.layers.Dense(10)]
@@ -212,7 +207,7 @@ def advise(
     _arguments.model(model)
     size = _arguments.count("batch_size", batch_size, example=32)
     accelerator = None if target is None else targets.find(target)
-    inputs = model_batches.inputs(model, size, x, input_shape)
+    inputs = model_batches.inputs(model, size, input_shape)
     if not host.is_built(model):
         model(*inputs)
     policy = mixed_model.policy_of(model)
@@ -375,8 +370,8 @@ def _recurrent(layer: Any, inputs: Shapes, output: Shape) -> list[Product]:
     products = []
     for cell in _cells(layer):
         for kernel, count in ((cell.kernel, 1), (cell.recurrent_kernel, steps)):
-            rows = batch * steps // count
-            products.append(Product(rows, *kernel.shape, count))
+            k, n = kernel.shape
+            products.append(Product(batch * steps // count, k, n, count))
     return products
 
 
