@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from tfmix import _arguments, _formats, _messages
-from tfmix._keras import layers, variables
+from tfmix._keras import layers
 from tfmix._keras import optimizers as keras_optimizers
 from tfmix.gradient_scaling import model_call
 from tfmix.loss_scaling import errors, rules, standstill
@@ -30,8 +30,6 @@ class Reading:
         skipped_steps: Steps skipped in that time.
         consecutive_skips: Steps skipped since the last applied one; with
             several optimizers, the most.
-        gradient_norm: The norm of the unscaled gradients of the last applied
-            steps, all optimizers together; `None` if it is not recorded.
     """
 
     step: int
@@ -39,7 +37,6 @@ class Reading:
     applied_steps: int
     skipped_steps: int
     consecutive_skips: int
-    gradient_norm: float | None = None
 
 
 class LossScaleMonitor(skip_report.SkipWatch):
@@ -64,12 +61,6 @@ class LossScaleMonitor(skip_report.SkipWatch):
             from the highest scale to the lowest.
         alarm_after: Integer, steps without an applied update after which a
             warning is logged. Defaults to `max_consecutive_skips`.
-        gradient_norm: Bool, whether to show `gradient_norm` as well: the norm
-            of the last applied step's gradients, over all variables and
-            replicas, unscaled and not clipped. It is NaN in the logs before
-            the first such step. Each step then reads its gradients once more,
-            also in later calls of `fit`, until you compile the model again.
-            Defaults to `False`.
 
     Attributes:
         timeline: List of `Reading`, which `plot` draws. The first is taken
@@ -77,10 +68,9 @@ class LossScaleMonitor(skip_report.SkipWatch):
             count continues when a run is resumed.
 
     Raises:
-        TypeError: If a number is not an integer, or `gradient_norm` not a
-            bool; in `fit`, if the optimizer is Keras's own loss scaler.
-        ValueError: If a number is below 1; in `fit`, if `gradient_norm` is
-            `True` and the optimizer accumulates gradients.
+        TypeError: If a number is not an integer; in `fit`, if the optimizer is
+            Keras's own loss scaler.
+        ValueError: If a number is below 1.
         tfmix.LossScaleError: In `fit`, when the run is stuck.
 
     Examples:
@@ -98,7 +88,6 @@ class LossScaleMonitor(skip_report.SkipWatch):
         *,
         max_consecutive_skips: int = 50,
         alarm_after: int | None = None,
-        gradient_norm: bool = False,
     ) -> None:
         super().__init__()
         self.every = _arguments.count("every", every, example=100)
@@ -107,12 +96,6 @@ class LossScaleMonitor(skip_report.SkipWatch):
         )
         alarm = max_consecutive_skips if alarm_after is None else alarm_after
         self.alarm_after = _arguments.count("alarm_after", alarm)
-        if not isinstance(gradient_norm, bool):
-            raise TypeError(
-                "`gradient_norm` must be True or False. "
-                f"Received: gradient_norm={gradient_norm!r}."
-            )
-        self.gradient_norm = gradient_norm
         self.timeline: list[Reading] = []
         self._step = self._next_reading = self._epoch_start = 0
         self._has_scale = self._started = False
@@ -140,18 +123,6 @@ class LossScaleMonitor(skip_report.SkipWatch):
         from tfmix.tools.diagnostics import plotting
 
         return plotting.loss_scale_timeline(self.timeline, path)
-
-    def set_model(self, model: keras.Model) -> None:
-        """Makes steps record the norm, before `fit` compiles its function."""
-        super().set_model(model)
-        if self.gradient_norm:
-            with variables.strategy_scope(model):
-                is_new = [
-                    optimizer.keep_gradient_norm()
-                    for optimizer in scaling.scalers(model)
-                ]
-            if any(is_new):
-                model.train_function = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Finds the optimizer, and prints the dtypes of the run."""
@@ -183,7 +154,7 @@ class LossScaleMonitor(skip_report.SkipWatch):
         if self._has_scale and logs is not None:
             # A bar wider than the terminal leaves a line at each redraw.
             shown = self._numbers("loss_scale", "skipped_steps")
-            logs.update({k: v for k, v in shown.items() if not math.isnan(v)})
+            logs.update(shown)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Takes a reading, and adds it to the epoch's logs."""
@@ -219,9 +190,7 @@ class LossScaleMonitor(skip_report.SkipWatch):
             raise errors.LossScaleError(text) from None
 
     def _numbers(self, *names: str) -> dict[str, float]:
-        """Returns numbers of the last reading, and the norm if it is shown."""
-        if self.gradient_norm:
-            names = (*names, "gradient_norm")
+        """Returns numbers of the last reading."""
         last = self.timeline[-1]
         return {name: progress_bar.Shown(getattr(last, name)) for name in names}
 
@@ -230,18 +199,12 @@ class LossScaleMonitor(skip_report.SkipWatch):
         # not write them during an epoch.
         optimizers = self._optimizers()
         applied, skipped = zip(*map(skip_report.steps, optimizers), strict=True)
-        norm = None
-        if self.gradient_norm:
-            norms = [optimizer.gradient_norm for optimizer in optimizers]
-            numbers = [norm for norm in norms if not math.isnan(norm)]
-            norm = math.hypot(*numbers) if numbers else math.nan
         return Reading(
             self._step,
             min(optimizer.loss_scale for optimizer in optimizers),
             sum(applied),
             sum(skipped),
             max(optimizer.consecutive_skips for optimizer in optimizers),
-            norm,
         )
 
     def _log_standstill(self, now: Reading) -> None:
