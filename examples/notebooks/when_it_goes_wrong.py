@@ -153,7 +153,8 @@ train_x[7, 3] = spoilt
 print(f"{accuracy:.1%}, {model.optimizer.skipped_steps} steps skipped")
 
 # %%
-monitor.plot()
+for reading in monitor.timeline[-3:]:
+    print(reading)
 
 # %% [markdown]
 # A run in which every step is skipped ends with a `LossScaleError` that names

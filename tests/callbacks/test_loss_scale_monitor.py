@@ -305,8 +305,3 @@ def test_a_run_is_stopped_where_one_of_several_optimizers_is_stuck():
     data = {"x": x, "y": np.zeros(8), "batch_size": 1}
     with pytest.raises(errors.LossScaleError):
         fit(model, Monitor(every=1, max_consecutive_skips=5), data)
-
-
-def test_a_plot_before_any_fit_is_refused_with_advice():
-    with pytest.raises(ValueError, match=r"timeline=\[\].*model\.fit"):
-        Monitor().plot()

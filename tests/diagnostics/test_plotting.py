@@ -7,7 +7,6 @@ import pytest
 from matplotlib import colors
 
 from tests.diagnostics import faults
-from tfmix.tools.callbacks import loss_scale_monitor
 from tfmix.tools.diagnostics import check, plotting
 
 
@@ -57,19 +56,6 @@ def test_float32_layers_are_grey(report):
         colours = [colors.to_hex(bar.get_facecolor()) for bar in bars]
         found = [(row.phase, row.dtype, row.verdict) for row in each.rows]
         assert colours.count(plotting._GREY) == found.count(narrow)
-
-
-# A resumed run begins with the skips of the run before.
-@pytest.mark.parametrize("before", [0, 5])
-def test_the_timeline_shows_scale_and_new_skips(before):
-    readings = [
-        loss_scale_monitor.Reading(100, 2.0**15, 100 - before, before, 0),
-        loss_scale_monitor.Reading(200, 2.0**13, 198 - before, before + 2, 0),
-    ]
-    upper, lower = plotting.loss_scale_timeline(readings).axes
-    assert list(upper.lines[0].get_ydata()) == [2.0**15, 2.0**13]
-    heights = [path[:, 1].max() for path in lower.collections[0].get_segments()]
-    assert heights == [0, 2]
 
 
 def test_pictures_are_written_and_a_dollar_is_no_formula(tmp_path, report):

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import math
-import os
 from typing import Any
 
 import keras
@@ -63,9 +62,9 @@ class LossScaleMonitor(skip_report.SkipWatch):
             warning is logged. Defaults to `max_consecutive_skips`.
 
     Attributes:
-        timeline: List of `Reading`, which `plot` draws. The first is taken
-            before the first step. They count the optimizer's steps, so the
-            count continues when a run is resumed.
+        timeline: List of `Reading`. The first is taken before the first step.
+            They count the optimizer's steps, so the count continues when a run
+            is resumed.
 
     Raises:
         TypeError: If a number is not an integer; in `fit`, if the optimizer is
@@ -99,30 +98,6 @@ class LossScaleMonitor(skip_report.SkipWatch):
         self.timeline: list[Reading] = []
         self._step = self._next_reading = self._epoch_start = 0
         self._has_scale = self._started = False
-
-    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """Draws the loss scale over the steps, and where steps were skipped.
-
-        Args:
-            path: Where to write a picture. Defaults to `None`: no file.
-
-        Returns:
-            The `matplotlib.figure.Figure`.
-
-        Raises:
-            ImportError: If matplotlib is missing.
-            ValueError: If the monitor was not used in `fit` yet.
-        """
-        if not self.timeline:
-            raise ValueError(
-                "There is nothing to draw yet: this monitor was not used in "
-                "`fit` with a tfmix.LossScaleOptimizer. Received: timeline=[]. "
-                "Call model.fit(..., callbacks=[monitor]), then "
-                "monitor.plot()."
-            )
-        from tfmix.tools.diagnostics import plotting
-
-        return plotting.loss_scale_timeline(self.timeline, path)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Finds the optimizer, and prints the dtypes of the run."""

@@ -1,15 +1,12 @@
-"""Draws headroom and loss scales, with matplotlib."""
+"""Draws the headroom of layers, with matplotlib."""
 
 import io
 import os
-from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from tfmix import _formats
 
-_RED, _YELLOW, _GREEN, _BLUE = "#b2182b", "#e0a526", "#4d9221", "#2166ac"
+_RED, _YELLOW, _GREEN = "#b2182b", "#e0a526", "#4d9221"
 _GREY = "#a6a6a6"
 # Hatches distinguish faults for readers who do not see the colours.
 _HATCHES = {_RED: "////", _YELLOW: "...."}
@@ -70,38 +67,6 @@ def _layers(report: Any) -> tuple[list[str], int]:
     names = [name for name in report.targets if name in drawn]
     names += sorted(drawn.difference(names))
     return names, len(ranked) - len(names)
-
-
-def loss_scale_timeline(
-    readings: Sequence[Any], path: Path | None = None
-) -> Any:
-    """Draws the loss scale over the steps, and where steps were skipped.
-
-    Args:
-        readings: `LossScaleMonitor.timeline`.
-        path: Where to write a picture. Defaults to `None`: no file.
-
-    Returns:
-        The `matplotlib.figure.Figure`.
-
-    Raises:
-        ImportError: If matplotlib is missing.
-    """
-    steps = [reading.step for reading in readings]
-    scales = [reading.loss_scale for reading in readings]
-    skipped = np.array([reading.skipped_steps for reading in readings])
-    new = np.diff(skipped, prepend=skipped[0])
-    figure = _figure(8, 3.6)
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    upper.step(steps, scales, where="post", color=_BLUE, marker=".")
-    upper.set_yscale("log", base=2)
-    upper.set_ylabel("loss scale")
-    lower.vlines(steps, 0, new, color=_RED, lw=2)
-    lower.set_ylim(0, max(1, new.max()) * 1.2)
-    lower.yaxis.get_major_locator().set_params(integer=True)
-    lower.set_ylabel("skipped")
-    lower.set_xlabel(f"step; {skipped[-1]} skipped in all")
-    return _finish(figure, path)
 
 
 def _figure(width: float, height: float) -> Any:
