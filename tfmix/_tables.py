@@ -35,7 +35,7 @@ _PAGE = """<!DOCTYPE html>
 <style>{stylesheet}
 body {{ color: {foreground}; background: {background}; }}
 pre {{ overflow-x: auto; line-height: 1.4; }}
-img {{ max-width: 100%; }}</style></head><body><pre>{code}</pre>
+</style></head><body><pre>{code}</pre>
 """
 
 
@@ -130,7 +130,6 @@ def write_page(
     path: str | os.PathLike[str],
     model_name: str,
     tables: Sequence[Table],
-    picture: str = "",
 ) -> None:
     """Writes tables as one HTML page, with the date and the versions used.
 
@@ -138,7 +137,6 @@ def write_page(
         path: The file.
         model_name: The name of the model that the tables are about.
         tables: What the page shows.
-        picture: A picture below the tables, as a `data:` address, or "".
     """
     console = rich.console.Console(
         record=True, file=io.StringIO(), width=_PAGE_WIDTH
@@ -147,10 +145,7 @@ def write_page(
     for table in tables:
         console.print()
         console.print(table)
-    image = f'<img alt="Headroom of each layer" src="{picture}">'
-    console.save_html(
-        os.fspath(path), code_format=_PAGE + image * bool(picture)
-    )
+    console.save_html(os.fspath(path), code_format=_PAGE)
 
 
 def _made_with() -> str:

@@ -113,7 +113,7 @@ ops.convert_to_numpy(model.get_layer("normalized")(train_x[:4]))[:, :6]
 # candidate, so it takes as long as a few checks.
 
 # %%
-policy = report.suggested_policy(progress=False)
+policy = report.suggested_policy()
 policy
 
 # %% [markdown]

@@ -411,7 +411,7 @@ def test_data_that_is_not_finite_is_named_once_with_its_rows(name, lost):
     if count < 8:
         assert {"forward", "backward"} <= {row.phase for row in judged}
     with pytest.raises(ValueError, match=f"first at '{name}'"):
-        report.suggested_policy(progress=False)
+        report.suggested_policy()
 
 
 def test_advice_states_the_size_of_the_output():
@@ -436,7 +436,7 @@ def test_a_fault_in_float32_as_well_has_no_line_of_code():
     below = text.split("fault:")[1].splitlines()
     assert not [one for one in below if one[:1] not in "# "]
     with pytest.raises(ValueError, match="float32 either"):
-        report.suggested_policy(progress=False)
+        report.suggested_policy()
 
 
 @pytest.mark.parametrize("name", ["kernel", "moving_mean"])

@@ -50,7 +50,7 @@ def test_the_planted_layer_is_named_first(kind, seed):
 def test_the_suggested_policy_has_no_fault(kind):
     case = faults.plant(kind, 0)
     report = check.check(case.model, case.x, case.y, loss=case.loss)
-    suggested = report.suggested_policy(progress=False)
+    suggested = report.suggested_policy()
     assert report.again(suggested).healthy
 
 

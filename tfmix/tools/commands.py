@@ -82,7 +82,7 @@ def run_check(options: argparse.Namespace) -> Outcome:
         ) from error
     data = json.loads(report.to_json())
     if options.suggest:
-        policy = report.suggested_policy(progress=not options.json)
+        policy = report.suggested_policy()
         data["suggested_policy"] = repr(policy)
         known = report.policy.float32_layers
         added = [layer for layer in policy.float32_layers if layer not in known]
