@@ -248,15 +248,10 @@ def arranged(x: Any, model: keras.Model) -> Any:
     """Arranges named arrays in the structure of a model's inputs.
 
     Raises:
-        ValueError: If an array is missing, or has another shape than its input.
+        ValueError: If an array is missing.
     """
     inputs = getattr(model, "input", None)
-    if inputs is None:
-        return x
-    if not isinstance(x, dict):
-        tensors = keras.tree.flatten(inputs)
-        if len(tensors) == 1:
-            _check_shape(x, tensors[0])
+    if inputs is None or not isinstance(x, dict):
         return x
     names = [tensor.name for tensor in keras.tree.flatten(inputs)]
     if missing := [name for name in names if name not in x]:
@@ -265,25 +260,4 @@ def arranged(x: Any, model: keras.Model) -> Any:
             f"arrays: {sorted(x)!r}. Save each by its input's name, or the "
             "only one as `x`."
         )
-    for tensor in keras.tree.flatten(inputs):
-        _check_shape(x[tensor.name], tensor)
     return keras.tree.map_structure(lambda tensor: x[tensor.name], inputs)
-
-
-def _check_shape(array: Any, tensor: keras.KerasTensor) -> None:
-    """Refuses an array whose rows do not have the shape of an input."""
-    sizes, expected = list(array.shape[1:]), list(tensor.shape[1:])
-    # Keras adds or drops a last axis of size 1.
-    for longer, shorter in ((sizes, expected), (expected, sizes)):
-        if len(longer) == len(shorter) + 1 and longer[-1] == 1:
-            longer.pop()
-    if len(sizes) != len(expected) or not all(
-        wanted in (None, size)
-        for size, wanted in zip(sizes, expected, strict=True)
-    ):
-        shape = ["rows", *("any" if n is None else n for n in tensor.shape[1:])]
-        raise ValueError(
-            f"The data do not fit the input {tensor.name!r}. Received: an "
-            f"array of shape {array.shape}. It must have the shape "
-            f"({', '.join(map(str, shape))}): save one with `numpy.savez`."
-        )
