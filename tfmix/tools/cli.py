@@ -1,7 +1,7 @@
 """The command line: reads its words, then starts what they ask for.
 
 It imports nothing of tfmix before it has understood the words, so that help and
-a wrong word need not wait for TensorFlow. `tfmix_script.py` loads this file.
+a wrong word need not wait for TensorFlow. `tfmix_script.py` runs this file.
 """
 
 import argparse
@@ -161,16 +161,12 @@ def _point_out_late_options(words: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def startup_log_held_back(only_of: str = "") -> Iterator[TextIO]:
+def startup_log_held_back() -> Iterator[TextIO]:
     """Holds back TensorFlow's startup log, unless it fails to start.
 
-    Its libraries write past Python, in part at any log level. `only_of` limits
-    this to one start in the process. It yields a stream to stderr that stays
-    open.
+    Its libraries write past Python, in part at any log level. It yields a
+    stream to stderr that stays open.
     """
-    if only_of and sys.orig_argv[1:3] != only_of.split()[1:3]:
-        yield sys.stderr
-        return
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     with tempfile.TemporaryFile() as log, os.fdopen(os.dup(2), "w") as stderr:
         os.dup2(log.fileno(), 2)
