@@ -2,9 +2,8 @@
 
 import contextlib
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
@@ -111,15 +110,14 @@ def checked(
     """Does what `check` does, on at most `rows` rows."""
     batch = batches.prepare(model, x, y, loss, rows)
     chosen, base = _policy(model, policy)
-    what = f"Checking {model.name} in {base.compute_dtype}"
     # A policy under test implies loss scaling. A model's own setup may lack it.
     warning = ""
     if chosen is None:
         warning = missing_scaler.warning(model)
         if warning:
             _messages.warn("%s", warning)
-    with _progress.shown(what) as say:
-        return _run(batch, chosen, base, warning, functools.partial(say, what))
+    with _progress.shown(f"Checking {model.name} in {base.compute_dtype}"):
+        return _run(batch, chosen, base, warning)
 
 
 def sampled(
@@ -143,7 +141,6 @@ def _run(
     chosen: keras.DTypePolicy | None,
     base: policies.Policy,
     warning: str = "",
-    show: Callable[[float], None] = lambda share: None,
 ) -> numerics_report.NumericsReport:
     """Checks a batch; a warning says that the loss is not scaled."""
     limits = _formats.LIMITS[base.compute_dtype]
@@ -158,9 +155,7 @@ def _run(
         own_policy = mixed_model.policy_of(batch.model)
         # A model under test counts as created, or converted, under the policy.
         has_policy = chosen is not None or own_policy is not None
-        findings, judge = passes.find(
-            batch, sixteen, limits, rule, has_policy, show
-        )
+        findings, judge = passes.find(batch, sixteen, limits, rule, has_policy)
         float8 = _float8(batch)
         ends = dtype_notes.last_activations(batch.model, sixteen)
     bad = [*map(_bad_data, bad_rows), *_bad_weights(batch.model)]
