@@ -337,7 +337,7 @@ _COMMANDS: dict[str, tuple[str, tuple[str, ...], _Options]] = {
         {},
     ),
     "doctor": (
-        "list versions, devices, policy and extras for a bug report",
+        "list versions, devices and policy for a bug report",
         ("", " --json"),
         {},
     ),

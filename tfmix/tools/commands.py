@@ -41,7 +41,7 @@ def run_devices(options: argparse.Namespace) -> Outcome:
 
 
 def run_doctor(options: argparse.Namespace) -> Outcome:
-    """Lists versions, backend, devices, policy and extras."""
+    """Lists versions, backend, devices and policy."""
     current = environment.environment()
     return Outcome(current, dataclasses.asdict(current))
 
