@@ -274,8 +274,6 @@ _COMPILE: _Options = {
     },
     "--batch-size": _ROWS,
     "--policy": {"help": f"{_LISTED} (default: the model's own)"},
-    "--optimizer": {"help": "a name of Keras's (default: the saved one)"},
-    "--loss": {"help": "a loss of Keras (default: the compiled one)"},
 }
 _CONVERT: _Options = {
     "source": _file("a .keras file"),

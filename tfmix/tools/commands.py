@@ -116,8 +116,6 @@ def run_compile(options: argparse.Namespace) -> Outcome:
         model,
         options.batch_size,
         target=options.target,
-        optimizer=options.optimizer,
-        loss=options.loss,
         policy=options.policy,
     )
     return Outcome(step, json.loads(step.to_json()))

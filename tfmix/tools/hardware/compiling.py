@@ -9,12 +9,10 @@ from typing import Any
 import keras
 
 from tfmix import _arguments, _progress
-from tfmix._keras import compile_method, layers
-from tfmix.autocast import compile as compiling
+from tfmix._keras import layers
 from tfmix.autocast import global_policy
 from tfmix.autocast import record as mixed_model
 from tfmix.conversion import convert, copying
-from tfmix.policy import policy as policies
 from tfmix.tools.hardware import (
     compiled_step,
     compiled_text,
@@ -29,8 +27,6 @@ def compile_for(
     model: keras.Model,
     batch_size: int,
     target: str = "h200",
-    optimizer: Any = None,
-    loss: Any = None,
     policy: str | keras.DTypePolicy | None = None,
 ) -> compiled_step.CompiledStep:
     """Compiles a model's training step for an accelerator you do not have.
@@ -42,14 +38,11 @@ def compile_for(
     seconds for a small model, and minutes for a large one.
 
     Args:
-        model: A built `keras.Model`, compiled or not.
+        model: A built `keras.Model`. Its optimizer and loss are those of
+            `compile`; Adam and the mean squared error if it is not compiled.
         batch_size: Integer, rows of a training batch. Of several devices that
             share a batch, compile the share of one.
         target: String, the name of one of `targets()`. Defaults to `"h200"`.
-        optimizer: A Keras optimizer or its name. It is copied. Defaults to
-            `None`: the model's own, or Adam.
-        loss: A Keras loss or its name. Defaults to `None`: the model's own,
-            or the mean squared error.
         policy: As for `convert_model`; `"auto"` is the policy for the target.
             Defaults to `None`: the model keeps its dtypes.
 
@@ -61,8 +54,7 @@ def compile_for(
         TypeError: If an argument has the wrong type, or `model` cannot be
             copied.
         ValueError: If the target is unknown or cannot run the policy, the
-            model is not built, or `optimizer` or `loss` is missing for a model
-            with its own `compile`.
+            model is not built, or Keras cannot compile its copy.
 
     Examples:
         >>> model = keras.Sequential([keras.Input((64,))])
@@ -76,8 +68,6 @@ def compile_for(
     if policy == "auto":
         # That is the policy for the target, not for this machine.
         policy = accelerator.auto()
-    _check_one("policy", policy)
-    _check_one("optimizer", optimizer)
     _check_policy(policy, model, accelerator)
     if not model.built:
         raise ValueError(
@@ -86,19 +76,11 @@ def compile_for(
             "keras.Input(shape)."
         )
     device = compilers.device(accelerator)
-    twin = _compile_copy(model, policy, optimizer, loss)
+    twin = _compile_copy(model, policy)
     name = _name(policy, twin)
     with _progress.shown(f"Compiling {name} for {accelerator.name}"):
         compiled = lowering.compile_training_step(twin, rows, device)
     return record(compiled, twin, accelerator, rows, name)
-
-
-def _check_one(name: str, value: Any) -> None:
-    if isinstance(value, list | tuple):
-        raise TypeError(
-            f"`{name}` must be one, not several. Received: {name}={value!r}. "
-            "Call `compile_for` for each of them, and print what it returns."
-        )
 
 
 def _check_policy(
@@ -127,48 +109,26 @@ def _keep_random_state() -> Iterator[None]:
 
 
 @_keep_random_state()
-def _compile_copy(
-    model: keras.Model, policy: Any, optimizer: Any, loss: Any
-) -> keras.Model:
+def _compile_copy(model: keras.Model, policy: Any) -> keras.Model:
     """Returns a copy of the model, compiled for training."""
     if policy is None:
         twin = copying.copy_model(model)
         policy = mixed_model.policy_of(twin)
     else:
         twin = convert.convert_model(model, policy)
-    own = getattr(twin, "optimizer", None)
-    if own is None and getattr(model, "compiled", False):
-        _check_both_given(model, optimizer, loss)
-    if optimizer is not None:
-        original = keras.optimizers.get(optimizer)
-        optimizer = type(original).from_config(original.get_config())
-    accepted = policy and global_policy.accept(policy)
-    if own is None or loss is not None:
-        with (
-            global_policy.policy_scope(accepted)
-            if accepted
-            else contextlib.nullcontext()
-        ):
-            twin.compile(
-                optimizer=optimizer or own or keras.optimizers.Adam(),
-                loss=loss or "mean_squared_error",
-            )
-    elif optimizer is not None:
-        level = accepted and policies.with_rules(accepted).level
-        wrapped = compiling.choose(optimizer, twin, level)
-        compile_method.adopt_optimizer(twin, wrapped, wrapped)
-    return twin
-
-
-def _check_both_given(model: keras.Model, optimizer: Any, loss: Any) -> None:
-    if optimizer is None or loss is None:
+    if getattr(twin, "optimizer", None) is not None:
+        return twin
+    if getattr(model, "compiled", False):
         raise ValueError(
-            "A model with its own `compile` needs `optimizer` and `loss` here: "
-            "Keras does not call its `compile` on a copy. "
-            f"Received: optimizer={optimizer!r}, loss={loss!r} and a "
-            f"{type(model).__name__} without `compile_from_config`. Pass both, "
-            "or define that method."
+            "Keras does not call a model's own `compile` on a copy. Received: "
+            f"a {type(model).__name__} without `compile_from_config`. Define "
+            "that method, or pass a model that is not compiled."
         )
+    with contextlib.ExitStack() as scope:
+        if policy is not None:
+            scope.enter_context(global_policy.policy_scope(policy))
+        twin.compile("adam", "mean_squared_error")
+    return twin
 
 
 def _name(policy: Any, model: keras.Model) -> str:
