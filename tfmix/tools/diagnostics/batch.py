@@ -10,7 +10,7 @@ from keras import ops, tree
 
 from tfmix import _arguments, _bad_rows
 from tfmix._keras import layers, training
-from tfmix.gradient_scaling import model_call, outermost, power
+from tfmix.gradient_scaling import model_call, power
 from tfmix.tools.diagnostics import differentiation, probe, programs
 
 
@@ -128,27 +128,6 @@ def prepare(
         # `fit` would build it, too. The scopes below need its variables.
         model(x)
     return batch
-
-
-def outputs_of(model: keras.Model, data: Any) -> Any:
-    """Returns a model's outputs in a training step, in the dtypes they have.
-
-    Args:
-        model: The compiled model.
-        data: The step's batch, as `fit` takes it from a dataset.
-    """
-    x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-    with outermost.outputs_as_made():
-        return training.call_in_training(model, x)
-
-
-def loss_of(model: keras.Model, data: Any, outputs: Any) -> Any:
-    """Returns the float32 loss that a training step has for these outputs."""
-    x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
-    loss = training.compute_loss(
-        model, x=x, y=y, y_pred=outputs, sample_weight=weight, training=True
-    )
-    return ops.cast(loss, "float32")
 
 
 def first(x: Any, y: Any) -> tuple[Any, Any]:
