@@ -117,30 +117,6 @@ def test_the_right_one_of_two_branches_is_blamed(is_first, is_shared):
     assert found == ("guilty", "backward", "overflow")
 
 
-@helpers.requires_backend("tensorflow")
-def test_a_loss_that_is_never_scaled_is_still_reported():
-    """The monitor's own sample does not count as a call of `scale_loss`."""
-
-    class Forgetful(keras.Sequential):
-        def train_step(self, data):
-            import tensorflow as tf
-
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = self.compute_loss(x=x, y=y, y_pred=self(x))
-            variables = self.trainable_variables
-            grads = tape.gradient(loss, variables)
-            self.optimizer.apply(grads, variables)
-            return {"loss": loss}
-
-    layers = [keras.Input((4,)), keras.layers.Dense(1, dtype="mixed_float16")]
-    model = Forgetful(layers)
-    optimizer = scaling.LossScaleOptimizer("sgd")
-    model.compile(optimizer, "mse", jit_compile=False)
-    with pytest.warns(UserWarning, match="not multiplied"):
-        train(model, Monitor())
-
-
 @pytest.mark.costly
 @pytest.mark.parametrize("where", ["x", "y"])
 def test_rows_that_are_not_finite_are_blamed_on_the_data(where, said):
@@ -154,19 +130,8 @@ def test_rows_that_are_not_finite_are_blamed_on_the_data(where, said):
     )
     (event,) = monitor.events
     assert (event.layer, event.verdict) == (where, "not_finite")
-    assert f"step 0: `{where}` holds NaN or infinity in 1 of 8 rows (3)" in said
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("lowest", [1.0, 2.0**-14])
-def test_gradients_are_judged_at_the_lowest_scale_of_the_rule(lowest):
-    layers = [keras.Input((4,)), keras.layers.Dense(1, dtype="mixed_float16")]
-    model = keras.Sequential([*layers, tfmix.float32_output()])
-    rule = tfmix.DynamicLossScale(min_scale=lowest)
-    model.compile(scaling.LossScaleOptimizer("sgd", loss_scale=rule), "mse")
-    x, y = np.ones((1, 4)), np.full((1, 1), 1e5)
-    model.fit(x, y, verbose=0, callbacks=[monitor := Monitor()])
-    assert bool(monitor.events) is (lowest == 1.0)
+    text = f"`{where}` holds NaN or infinity in 1 of 8 rows (3)"
+    assert any(f"step 0: {where}, forward" in x and text in x for x in said)
 
 
 class Counting(Monitor):

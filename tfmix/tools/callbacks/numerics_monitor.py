@@ -40,7 +40,8 @@ class NumericsMonitor(keras.callbacks.Callback):
 
     Attributes:
         events: List of `Event` (`step`, `layer`, `phase`, `verdict`): the
-            worst fault of each sampled step that has one.
+            worst fault of each sampled step that has one. A gradient that is
+            only inaccurate is none.
         report: The `NumericsReport` of the last sample; `None` before the
             first.
 
@@ -109,7 +110,10 @@ class NumericsMonitor(keras.callbacks.Callback):
                 error,
             )
             return
-        for row in self.report.faults[:1]:
+        # The gradients of a few rows may cancel out, so that little is left.
+        small = verdicts.BACKWARD, verdicts.INACCURATE
+        faults = self.report.faults
+        for row in [x for x in faults if (x.phase, x.verdict) != small][:1]:
             self._add(step, row.layer, row.phase, row.verdict, row.sentence)
         for product in self.report.float8[:1]:
             if not product.is_fine:
