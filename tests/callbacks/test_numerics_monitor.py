@@ -43,7 +43,9 @@ def train(model, *callbacks, **settings):
     return model.fit(*data(), callbacks=list(callbacks), **settings)
 
 
-@pytest.mark.parametrize("jit_compile", [JAX, not JAX])
+@pytest.mark.parametrize(
+    "jit_compile", [JAX, pytest.param(not JAX, marks=pytest.mark.slow)]
+)
 def test_a_healthy_run_raises_no_alarm_and_is_not_changed(jit_compile):
     plain, watched = healthy(jit_compile), healthy(jit_compile)
     monitor = Monitor(every=4)
