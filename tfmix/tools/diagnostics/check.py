@@ -156,7 +156,7 @@ def _run(
         # A model under test counts as created, or converted, under the policy.
         has_policy = chosen is not None or own_policy is not None
         findings, judge = passes.find(batch, sixteen, limits, rule, has_policy)
-        float8 = _float8(batch)
+        float8 = float8_products.measure(batch)
         ends = dtype_notes.last_activations(batch.model, sixteen)
     bad = [*map(_bad_data, bad_rows), *_bad_weights(batch.model)]
     if bad:
@@ -233,18 +233,6 @@ def _narrow_layers(
         for layer in layers.that_compute(model)
         if planned_policies.dtype(sixteen, layer) in _formats.SIXTEEN_BIT
     ]
-
-
-def _float8(batch: batches.Batch) -> tuple[float8_products.Float8Product, ...]:
-    """Measures the float8 products of the chosen layers, on float32 inputs."""
-    chosen = chosen_layers.chosen(batch.model)
-    if batch.loss is None or not chosen:
-        return ()
-    with runs.in_float32(batch.model):
-        measured = float8_products.measure(
-            chosen, lambda: batch.loss_at(batch.weights())
-        )
-    return tuple(float8_products.read(*measured))
 
 
 @contextlib.contextmanager
