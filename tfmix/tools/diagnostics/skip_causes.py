@@ -187,9 +187,12 @@ def _of_layer(bad: _Bad, data: Mapping[str, Any], largest: float) -> Cause:
         )
     where = ""
     if targets > largest:
-        where = f"targets reach {targets:.3g}, float16 ends at {largest:g}"
-    finding = bad.layer, verdicts.FORWARD, verdicts.NOT_FINITE
-    return Cause(f"layer {bad.layer}", verdicts.fault(*finding, where))
+        where = f" (targets reach {targets:.3g}, float16 ends at {largest:g})"
+    return Cause(
+        f"layer {bad.layer}",
+        f"the output of layer {bad.layer!r} is not finite{where}; give it "
+        '`dtype="float32"`',
+    )
 
 
 def arrays(arguments: Mapping[str, Any]) -> dict[str, Any]:
