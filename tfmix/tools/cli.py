@@ -250,14 +250,15 @@ _LISTED = ", ".join(_POLICIES)
 _CHECK: _Options = {
     **_MODEL,
     "--data": _file(
-        ".npz with x and y (or inputs by name), or .npy with x", required=True
+        ".npz with x and y (or inputs by name), or .npy with x; the first 64 rows "
+        "are checked",
+        required=True,
     ),
     "--loss": {"help": "a loss of Keras (default: the compiled one)"},
     "--policy": {
         "help": f"{_LISTED} (default: the model's own, for a float32 model "
         "mixed_float16)"
     },
-    "--rows": {"type": int, "default": 64, "help": "rows to use (default: 64)"},
     "--suggest": _flag("suggest a policy with the layers at fault in float32"),
     "--verbose": _flag("print every layer, not the worst alone"),
     "--html": _file("write a report to this file"),

@@ -50,16 +50,11 @@ def run_check(options: argparse.Namespace) -> Outcome:
     """Checks a saved model in 16 bit on a batch from a file."""
     if options.html:
         _check_folder(options.html)
-    x, y, total = read_batch(options.data, options.rows)
+    x, y = read_batch(options.data)
     # A given loss replaces the compiled one, which need not load then.
     model = load_model(options.model, compiled=options.loss is None)
     x = arranged(x, model)
     notes = []
-    if total > options.rows:
-        notes.append(
-            f"The first {options.rows} rows of the file were checked; see "
-            "--rows."
-        )
     if y is not None and not (options.loss or getattr(model, "loss", None)):
         y = None
         notes.append(
@@ -67,8 +62,8 @@ def run_check(options: argparse.Namespace) -> Outcome:
             "checked; give one with --loss."
         )
     try:
-        report = check.checked(
-            model, x, y, loss=options.loss, policy=options.policy, rows=None
+        report = check.check(
+            model, x, y, loss=options.loss, policy=options.policy
         )
     except Exception as error:
         # Keras adds the values of all arguments to an error of a layer.
@@ -211,23 +206,16 @@ def _check_folder(path: pathlib.Path) -> None:
         )
 
 
-def read_batch(path: pathlib.Path, rows: int) -> tuple[Any, Any, int]:
-    """Reads `x`, or inputs by name, and `y` from `.npz`, `x` from `.npy`.
-
-    It returns the first rows of each, and the number of rows in the file.
-    """
-    if rows < 1:
-        raise ValueError(f"`rows` must be at least 1. Received: rows={rows!r}.")
+def read_batch(path: pathlib.Path) -> tuple[Any, Any]:
+    """Reads `x`, or inputs by name, and `y` from `.npz`, `x` from `.npy`."""
     _check_file(
         path, "Write one with `numpy.savez('NAME.npz', x=inputs, y=targets)`."
     )
     try:
         loaded = np.load(path, allow_pickle=False)
         if isinstance(loaded, np.ndarray):
-            return loaded[:rows], None, len(loaded)
-        whole = {name: loaded[name] for name in loaded.files}
-        total = max(map(len, whole.values()), default=0)
-        arrays = {name: array[:rows] for name, array in whole.items()}
+            return loaded, None
+        arrays = {name: loaded[name] for name in loaded.files}
     except Exception as error:
         # NumPy passes on errors of zipfile and zlib for a broken file.
         raise ValueError(
@@ -239,7 +227,7 @@ def read_batch(path: pathlib.Path, rows: int) -> tuple[Any, Any, int]:
             f"{str(path)!r} holds no inputs. Received the arrays: "
             f"{loaded.files!r}. Save them as `x`, or by the inputs' names."
         )
-    return arrays.get("x", arrays), y, total
+    return arrays.get("x", arrays), y
 
 
 def arranged(x: Any, model: keras.Model) -> Any:

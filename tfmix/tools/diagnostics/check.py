@@ -94,30 +94,15 @@ def check(
         >>> check(model, np.array([[1e5, 1.0]])).rows[0].verdict
         'overflow'
     """
-    report = checked(model, x, y, loss=loss, policy=policy, rows=ROWS)
-    return dataclasses.replace(report, verbose=verbose)
-
-
-def checked(
-    model: keras.Model,
-    x: Any,
-    y: Any,
-    *,
-    loss: Any,
-    policy: str | keras.DTypePolicy | None,
-    rows: int | None,
-) -> numerics_report.NumericsReport:
-    """Does what `check` does, on at most `rows` rows."""
-    batch = batches.prepare(model, x, y, loss, rows)
+    batch = batches.prepare(model, x, y, loss, ROWS)
     chosen, base = _policy(model, policy)
     # A policy under test implies loss scaling. A model's own setup may lack it.
-    warning = ""
-    if chosen is None:
-        warning = missing_scaler.warning(model)
-        if warning:
-            _messages.warn("%s", warning)
+    warning = "" if chosen else missing_scaler.warning(model)
+    if warning:
+        _messages.warn("%s", warning)
     with _progress.shown(f"Checking {model.name} in {base.compute_dtype}"):
-        return _run(batch, chosen, base, warning)
+        report = _run(batch, chosen, base, warning)
+    return dataclasses.replace(report, verbose=verbose)
 
 
 def sampled(
