@@ -250,8 +250,8 @@ _LISTED = ", ".join(_POLICIES)
 _CHECK: _Options = {
     **_MODEL,
     "--data": _file(
-        ".npz with x and y (or inputs by name), or .npy with x; the first 64 rows "
-        "are checked",
+        ".npz with x and y (or inputs by name), or .npy with x; the first 64 "
+        "rows are checked",
         required=True,
     ),
     "--loss": {"help": "a loss of Keras (default: the compiled one)"},

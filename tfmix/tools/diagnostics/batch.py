@@ -106,7 +106,6 @@ def prepare(
     x, y = first(x, y)
     _check_arrays("x", x)
     _check_arrays("y", y)
-    _check_batched(model, x)
     notes: tuple[str, ...] = ()
     rows = most and _free_rows(model, (x, y))
     if most and rows and rows > most:
@@ -166,21 +165,6 @@ def _check_arrays(name: str, nest: Any) -> None:
             "them, or a `tf.data.Dataset` of batches. Received: "
             f"{type(leaf).__name__}. Pass a batch of it: np.asarray(x), "
             "next(generator), or py_dataset[0]."
-        )
-
-
-def _check_batched(model: Any, x: Any) -> None:
-    """Raises an error for inputs without a batch axis."""
-    inputs: Sequence[Any] = getattr(model, "inputs", None) or ()
-    leaves = tree.flatten(x)
-    if not len(leaves) == len(inputs) == 1:
-        return
-    shape, wanted = np.shape(leaves[0]), inputs[0].shape
-    # Keras appends an axis of size one by itself.
-    if len(shape) == len(wanted) - 1 and wanted[-1] != 1:
-        raise ValueError(
-            f"`x` must be a batch, of shape {wanted}. Received: shape {shape}. "
-            "Pass `dataset.batch(32)`, or `x[None]` for a single row."
         )
 
 
