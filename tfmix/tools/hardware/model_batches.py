@@ -57,11 +57,8 @@ def _row_symbol(shape: Any, dtype: Any = "float32") -> keras.KerasTensor:
 def targets(model: keras.Model, outputs: Any) -> Any:
     """Returns symbolic targets for a model's losses.
 
-    A target has the shape of its output, or holds classes if the loss only
-    accepts classes. The result is `None` for a model without losses.
-
-    Raises:
-        ValueError: If a loss accepts neither.
+    A target has the shape of its output, or holds classes for a loss that is
+    sparse by its name. The result is `None` for a model without losses.
     """
     losses = training.losses(model, outputs)
     if not losses:
@@ -74,26 +71,9 @@ def targets(model: keras.Model, outputs: Any) -> Any:
 
 
 def _target(loss: Any, output: Any) -> keras.KerasTensor:
-    alike = keras.KerasTensor(output.shape, "float32")
-    if loss is None:
-        return alike
-    kinds = [alike, keras.KerasTensor(output.shape[:-1], "int32")]
-    # A custom loss may accept both, and compute far too much for one of them.
-    if "sparse" in str(loss.name).lower():
-        kinds.reverse()
-    for kind in kinds:
-        try:
-            graphs.run_on_shapes(loss, [kind, output])
-        except Exception as error:
-            last = error
-            continue
-        return kind
-    raise ValueError(
-        "To be compiled, a loss must accept targets of its output's shape, or "
-        f"classes. Received: {loss.name!r}, which accepts none of "
-        f"{[(kind.shape, kind.dtype) for kind in kinds]}. Pass another, such "
-        "as loss='mean_squared_error', to compile the rest of the step."
-    ) from last
+    if "sparse" in str(getattr(loss, "name", "")).lower():
+        return keras.KerasTensor(output.shape[:-1], "int32")
+    return keras.KerasTensor(output.shape, "float32")
 
 
 def _fixed(tensor: Any, batch_size: int) -> Any:
