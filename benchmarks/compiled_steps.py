@@ -6,13 +6,12 @@ from typing import Any
 import keras
 
 import tfmix
-from benchmarks import gpu_models, overhead
+from benchmarks import compiled_tensorflow, gpu_models, overhead
 from tfmix.tools.hardware import (
     compiled_step,
     compiled_text,
     compilers,
     compiling,
-    lowering,
 )
 from tfmix.tools.hardware import target as targets
 
@@ -95,7 +94,7 @@ def transformer(
         model.compile(optimizer, loss=loss, auto_scale_loss=wrap)
     found = targets.find(target)
     device = compilers.device(found)
-    made = lowering.compile_training_step(model, ROWS, device)
+    made = compiled_tensorflow.training_step(model, ROWS, device)
     return compiling.record(made, model, found, ROWS, policy)
 
 
@@ -108,7 +107,7 @@ def _by_tensorflow(optimizer: Any, variables: list, device: Any) -> Any:
         optimizer.apply(_cast(narrow, variables), variables)
 
     given = [tf.TensorSpec(one.shape, tf.bfloat16) for one in variables]
-    return compilers.compile_tensorflow(step, given, device)
+    return compiled_tensorflow.compiled(step, given, device)
 
 
 def _cast(narrow: Iterable[Any], variables: list) -> list:

@@ -10,12 +10,11 @@ import pytest
 from keras import layers
 
 import tfmix
-from tests import processes
+from tests import helpers, processes
 from tests.hardware.programs import needs
 from tfmix.tools.hardware import compilers, compiling
 from tfmix.tools.hardware import target as targets
 
-JAX = keras.backend.backend() == "jax"
 compile_for = tfmix.hardware.compile_for
 GPUS = [target.name for target in targets.targets() if target.kind == "GPU"]
 
@@ -40,6 +39,20 @@ def step():
     """A small mixed float16 model, compiled for an H200, and the model."""
     model = small("float32")
     return compile_for(model, 256, policy="mixed_float16"), model
+
+
+@helpers.requires_backend("jax")
+def test_a_cpus_program_is_read_in_the_same_way(monkeypatch):
+    import jax
+
+    monkeypatch.setattr(compilers, "device", lambda _: jax.devices("cpu")[0])
+    found = compile_for(small("float32"), 256)
+    names = [row.layer.split("/")[-1] for row in found.rows]
+    assert collections.Counter(names) == {"first": 2, "kept": 3}
+    phases = {row.phase for row in found.rows if row.layer.endswith("first")}
+    assert phases == {"forward", "backward"}
+    assert found.flops == 2 * 256 * (2 * 64 * 128 + 3 * 128 * 32)
+    assert found.memory.arguments > 3 * 4 * (64 * 128 + 128 * 32)
 
 
 @needs("h200")
@@ -273,15 +286,6 @@ def test_each_round_of_a_loop_counts(target):
 
 
 @needs("h200")
-@pytest.mark.skipif(JAX, reason="JAX compiles it")
-def test_ops_that_xla_cannot_compile_are_named():
-    parts = layers.RandomRotation(0.1), layers.Flatten(), layers.Dense(2)
-    with pytest.raises(ValueError, match="ImageProjectiveTransformV3.*fit"):
-        compile_for(sequential(*parts, shape=(8, 8, 3)), 4)
-
-
-@needs("h200")
-@pytest.mark.skipif(not JAX, reason="Keras rematerializes nothing there")
 def test_rematerialized_products_are_counted():
     with keras.RematScope(mode="full"):
         parts = [layers.Dense(512, "gelu") for _ in range(2)]
@@ -308,11 +312,10 @@ class OwnStep(keras.Model):
     def call(self, x):
         return self.dense(x)
 
-    def train_step(self, *given):
-        x, y = given[-1] if self.targets else (given[-1], 0.0)
+    def train_step(self, state, data):
+        x, y = data if self.targets else (data, 0.0)
         assert tuple(x.shape) == (8, 64)
-        logs = {"loss": keras.ops.mean(self.dense(x) - y)}
-        return (logs, given[0]) if JAX else logs
+        return {"loss": keras.ops.mean(self.dense(x) - y)}, state
 
 
 @needs("h200")
@@ -331,6 +334,13 @@ def test_a_tpu_multiplies_bfloat16_on_its_mxu():
     assert {row.kernel for row in found.rows} == {"MXU"}
     assert found.share_16bit == 1
     assert found.flops == 2 * 256 * (2 * 64 * 128 + 3 * 128 * 32)
+
+
+@helpers.requires_backend("tensorflow")
+def test_tensorflows_programs_are_refused_with_what_to_set(monkeypatch):
+    monkeypatch.setattr(compilers, "device", lambda target: None)
+    with pytest.raises(ValueError, match="'tensorflow'. Set KERAS_BACKEND=jax"):
+        compile_for(small(), 32)
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ import pytest
 from keras import layers, ops
 
 import tfmix
-from benchmarks import compiled_steps, overhead
+from benchmarks import compiled_steps, compiled_tensorflow, overhead
 from tests import helpers
 from tests.hardware.programs import skip_without
 from tfmix._keras import kernels, tracing
 from tfmix.step import finite
-from tfmix.tools.hardware import compiled_text, compilers, lowering
+from tfmix.tools.hardware import compiled_text, compilers
 from tfmix.tools.hardware import target as targets
 
 FEW, MANY = compiled_steps.FEW_LARGE, compiled_steps.MANY_SMALL
@@ -136,7 +136,7 @@ def sparse(optimizer, target):
         tf.TensorSpec((1024, 64), tf.float32),
         tf.TensorSpec((1024,), tf.int32),
     ]
-    return compilers.compile_tensorflow(step, given, device)
+    return compiled_tensorflow.compiled(step, given, device)
 
 
 @helpers.requires_backend("tensorflow")
@@ -229,7 +229,7 @@ def test_a_step_of_fit_launches_no_more_kernels_and_moves_no_more(build):
         metrics=["accuracy"],
     )
     device = compilers.device(targets.find("h200"))
-    made = lowering.compile_training_step(model, 32, device)
+    made = compiled_tensorflow.training_step(model, 32, device)
     program = compiled_text.read(made.text)
     kernels, megabytes = STEPS[build]
     assert program.kernels <= kernels

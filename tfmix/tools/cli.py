@@ -7,6 +7,7 @@ a wrong word need not wait for TensorFlow. `tfmix_script.py` runs this file.
 import argparse
 import contextlib
 import difflib
+import importlib.util
 import json
 import os
 import pathlib
@@ -69,8 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.name == "compile":  # it runs nothing on a GPU or a TPU
+    if options.name == "compile" and "keras" not in sys.modules:
+        # It runs nothing on a GPU or a TPU, and compiles what JAX runs.
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        if importlib.util.find_spec("jax") is not None:
+            os.environ["KERAS_BACKEND"] = "jax"
     with startup_log_held_back() as stderr:
         from rich import console
 

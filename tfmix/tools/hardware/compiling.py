@@ -33,9 +33,9 @@ def compile_for(
 
     Use it to see what a policy gains on hardware before you rent it: which
     products run in 16 bit, in which kernels, and whether the memory is enough.
-    The accelerator's own compiler compiles the program that `fit` would run,
-    from shapes. Nothing is trained, and the model does not change. It takes
-    seconds for a small model, and minutes for a large one.
+    The accelerator's own compiler compiles the program that `fit` would run
+    under JAX, from shapes. Nothing is trained, and the model does not change.
+    It takes seconds for a small model, and minutes for a large one.
 
     Args:
         model: A built `keras.Model`. Its optimizer and loss are those of
@@ -53,8 +53,9 @@ def compile_for(
         ImportError: If the target's compiler is not installed.
         TypeError: If an argument has the wrong type, or `model` cannot be
             copied.
-        ValueError: If the target is unknown or cannot run the policy, the
-            model is not built, or Keras cannot compile its copy.
+        ValueError: If the backend is not JAX, the target is unknown or cannot
+            run the policy, the model is not built, or Keras cannot compile its
+            copy.
 
     Examples:
         >>> model = keras.Sequential([keras.Input((64,))])
@@ -76,6 +77,12 @@ def compile_for(
             "keras.Input(shape)."
         )
     device = compilers.device(accelerator)
+    if (backend := keras.backend.backend()) != "jax":
+        raise ValueError(
+            "`compile_for` compiles the step that JAX would run. Received: the "
+            f"backend {backend!r}. Set KERAS_BACKEND=jax and load the model "
+            "anew; `tfmix compile` does both."
+        )
     twin = _compile_copy(model, policy)
     name = _name(policy, twin)
     with _progress.shown(f"Compiling {name} for {accelerator.name}"):
@@ -189,8 +196,8 @@ def _row(
     target: targets.Target,
 ) -> compiled_step.CompiledProduct:
     index = lowering.layer_of(product.label)
-    # JAX labels transposed ops, and TensorFlow the ops of its tape.
-    backward = "transpose(" in product.label or "gradient_tape" in product.label
+    # JAX labels transposed ops.
+    backward = "transpose(" in product.label
     return compiled_step.CompiledProduct(
         "" if index is None else layers.path_of(of_model[index]),
         "backward" if backward else "forward",
