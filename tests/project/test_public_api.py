@@ -67,7 +67,7 @@ def test_the_records_that_users_print_are_in_the_api():
     found = {path.rpartition(".")[2] for path in RECORDS}
     assert found >= {
         *("Advice", "ConversionReport", "Event", "LayerVerdict"),
-        *("CompiledStep", "Device", "NumericsReport", "TensorRanges"),
+        *("CompiledStep", "Device", "NumericsReport", "Reading"),
     }
 
 

@@ -123,12 +123,11 @@ def test_the_page_of_check_escapes_names_and_advice(tmp_path):
     assert "[red]" in str(hostile)
 
 
-def test_the_page_of_compile_for_escapes_names(tmp_path):
+def test_the_table_of_compile_for_escapes_names():
     step = test_step_page.STEP
     rows = with_names(step.rows)
     hostile = dataclasses.replace(step, rows=rows, model=HOSTILE)
-    hostile.to_html(tmp_path / "step.html")
-    assert_only_text((tmp_path / "step.html").read_text())
+    assert_only_text(helpers.notebook_html(hostile))
 
 
 def test_every_part_of_a_table_is_escaped(tmp_path):

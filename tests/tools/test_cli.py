@@ -158,27 +158,25 @@ WRONG_INPUT = {
     "check good.keras --data text.npz": "NumPy cannot read",
     "check good.keras --data targets.npz": "holds no inputs",
     "check good.keras --data narrow.npz": (
-        r"input 'features'.*array of shape \(24, 3\).*shape \(rows, 8\)"
+        r"expected shape=\(None, 8\), found shape=\(24, 3\)"
     ),
+    f"{CHECK} --html .": "is a folder. Give the name of a file",
     "check own.keras --data narrow.npz": "could not be checked on.*shape",
     "check good.keras --data other.npz": r"inputs \['features'\].*'other'",
-    f"{CHECK} --rows 0": "at least 1",
     f"{CHECK} --loss none": "none",
     f"{CHECK} --policy int8": "int8",
     f"{CHECK} --html none/report.html": "no folder.*'report.html'",
     "advise none.keras --batch-size 8": "There is no file .*none.keras",
     "advise good.keras --batch-size 0": "batch_size=0",
     "advise long.keras --batch-size 8": (
-        r"\(None, None, 3\).*as in `--input-shape 128 3`\.$"
+        r"\(None, None, 3\).*in a shell `--input-shape 128 3`"
     ),
     "advise long.keras --batch-size 8 --input-shape 5": (
-        r"input_shape=\(5,\).*as in `--input-shape 128 3`\.$"
+        r"input_shape=\(5,\).*in a shell `--input-shape 128 3`"
     ),
     "compile none.keras --batch 32": "There is no file .*none.keras",
     f"{COMPILE} --target v5e": "take.*mixed_bfloat16",
-    f"{COMPILE} --policy float32,int8": "int8",
-    f"{COMPILE} --devices 3": "devices=3",
-    f"{COMPILE} --html .": "is a folder. Give the name of a file",
+    f"{COMPILE} --policy int8": "int8",
     "convert none.keras new.keras --policy O2": "There is no file",
     "convert good.keras new.h5 --policy O2": r"ends in `\.keras`",
     "convert good.keras good.keras --policy O2": "--overwrite",
@@ -228,14 +226,11 @@ def test_the_demo_without_its_data_says_what_to_install(run, monkeypatch):
     assert "pip install scikit-learn" in err
 
 
-def test_check_finds_a_healthy_model_healthy_and_says_how_many_rows(run):
-    code, out, _ = run(f"{CHECK} --rows 100")
+def test_check_finds_a_healthy_model_healthy(run):
+    code, out, _ = run(CHECK)
     assert code == cli.OK
     assert "mixed_float16 against float32: healthy" in out
     assert "headroom: how often a value can double" in out
-    assert "rows of the file" not in out
-    _, out, _ = run(f"{CHECK} --rows 4")
-    assert "The first 4 rows of the file were checked" in out
 
 
 def test_check_names_the_layer_and_suggests_a_policy(run, data):
@@ -287,31 +282,6 @@ def test_arrays_by_name_take_the_structure_of_the_inputs(kind):
         assert list(found) == ["b", "a"]
     first, second = found.values() if kind is dict else found
     assert (first[0, 0], second[0, 0]) == ("b", "a")
-
-
-@pytest.mark.parametrize(
-    ("shape", "rows", "fits"),
-    [
-        ((3,), (3,), True),
-        # Keras adds or drops a last axis of size 1.
-        ((3,), (3, 1), True),
-        ((3, 1), (3,), True),
-        ((None, 2), (5, 2), True),
-        ((3,), (4,), False),
-        ((3,), (), False),
-        ((3,), (3, 2), False),
-        ((None, 2), (5, 3), False),
-    ],
-)
-def test_arrays_must_have_the_shape_of_the_input(shape, rows, fits):
-    tensor = keras.Input(shape, name="pixels")
-    model = keras.Model(tensor, keras.ops.sum(tensor, axis=-1))
-    for x in (np.ones((6, *rows)), {"pixels": np.ones((6, *rows))}):
-        if fits:
-            commands.arranged(x, model)
-            continue
-        with pytest.raises(ValueError, match="input 'pixels'. Received: an ar"):
-            commands.arranged(x, model)
 
 
 def test_advise_prints_shapes_padding_and_bytes(run, data):
@@ -368,13 +338,11 @@ def test_compile_says_how_much_it_has_to_install(run, capsys, monkeypatch):
 
 
 @programs.needs("h200")
-def test_compile_says_what_an_h200_would_run(data, tmp_path):
-    page = tmp_path / "step.html"
-    found = data(f"{COMPILE} --target h200 --html {page}")
+def test_compile_says_what_an_h200_would_run(data):
+    found = data(f"{COMPILE} --target h200")
     assert (found["policy"], found["target"]) == ("mixed_float16", "h200")
     assert {row["dtype"] for row in found["rows"]} == {"float16"}
     assert found["memory"]["fits"]
-    assert "first" in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.costly

@@ -91,6 +91,29 @@ def model_in_step(callback: keras.callbacks.Callback) -> keras.Model:
     return model
 
 
+@contextlib.contextmanager
+def state_in_variables(
+    model: keras.Model, state: tuple | None = None
+) -> Iterator[None]:
+    """Gives weights the values that JAX's step gets, inside a block.
+
+    They have none while `fit` runs, and the step frees these values.
+    """
+    trainable, non_trainable, *_ = state or ((), ())
+    written = [
+        *zip(model.trainable_variables, trainable, strict=bool(state)),
+        *zip(model.non_trainable_variables, non_trainable, strict=bool(state)),
+    ]
+    before = [variable._value for variable, _ in written]
+    for variable, value in written:
+        variable._value = value
+    try:
+        yield
+    finally:
+        for (variable, _), value in zip(written, before, strict=True):
+            variable._value = value
+
+
 def join_fit(
     undo: contextlib.ExitStack,
     model: keras.Model,

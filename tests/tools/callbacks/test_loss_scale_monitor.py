@@ -69,38 +69,6 @@ def test_the_progress_bar_shows_the_scale_and_counts_in_whole_numbers(capsys):
     assert f"{history['loss_scale'][0]:.1f}" == "16384.0"
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize(
-    ("dtypes", "scale", "line"),
-    [
-        (
-            ("mixed_float16", "float32"),
-            rules.DynamicLossScale(),
-            "mixed_float16: 1 of 2 layers in 16 bit; gradients are scaled "
-            "inside the model",
-        ),
-        (
-            ("mixed_bfloat16", "mixed_bfloat16"),
-            rules.NoLossScale(),
-            "mixed_bfloat16: 2 of 2 layers in 16 bit; no loss scale",
-        ),
-        (
-            ("float32", "float32"),
-            100.0,
-            "float32: 0 of 2 layers in 16 bit; fixed scale 100",
-        ),
-    ],
-)
-def test_a_run_begins_with_a_line_about_dtypes_and_scale(
-    capsys, dtypes, scale, line
-):
-    model = compiled(*dtypes, loss_scale=scale)
-    fit(model, Monitor(), batches(2), verbose=2, epochs=2)
-    assert capsys.readouterr().out.splitlines()[0] == line
-    fit(model, Monitor(), batches(2))
-    assert not capsys.readouterr().out
-
-
 def test_a_warning_begins_on_a_new_line(capsys, monkeypatch):
     model, seen = compiled(loss_scale=rules.FixedLossScale(8.0)), []
     monkeypatch.setattr(
@@ -108,8 +76,7 @@ def test_a_warning_begins_on_a_new_line(capsys, monkeypatch):
         "handle",
         lambda record: seen.append(capsys.readouterr().out),
     )
-    monitor = Monitor(every=1, alarm_after=3)
-    fit(model, monitor, batches(6, bad=range(5)), verbose=1)
+    fit(model, Monitor(every=1), batches(6, bad=range(5)), verbose=1)
     assert [text[-1:] for text in seen] == ["\n"]
 
 
@@ -168,15 +135,6 @@ def test_a_stuck_run_is_stopped_with_the_variable_named():
     assert monitor.timeline[-1].skipped_steps == 8
 
 
-def test_a_standstill_causes_one_warning(caplog):
-    model = compiled(loss_scale=rules.FixedLossScale(8.0))
-    monitor = Monitor(every=1, max_consecutive_skips=50, alarm_after=3)
-    fit(model, monitor, batches(9, bad=[0, 1, 2, 3, 5, 6, 7]))
-    rung = [text for text in caplog.messages if "no update" in text]
-    assert len(rung) == 2
-    assert "last 3 steps" in rung[0]
-
-
 def test_a_model_without_loss_scaling_trains_with_one_warning(caplog):
     history = fit(compiled(optimizer="sgd"), Monitor(every=1), batches(3))
     assert set(history) == {"loss"}
@@ -190,9 +148,7 @@ def test_keras_own_scaler_is_refused():
         fit(compiled(optimizer=own), Monitor(), batches(3))
 
 
-@pytest.mark.parametrize(
-    "name", ["every", "max_consecutive_skips", "alarm_after"]
-)
+@pytest.mark.parametrize("name", ["every", "max_consecutive_skips"])
 @pytest.mark.parametrize(
     ("value", "error"), [(0, ValueError), (2.5, TypeError)]
 )
@@ -305,8 +261,3 @@ def test_a_run_is_stopped_where_one_of_several_optimizers_is_stuck():
     data = {"x": x, "y": np.zeros(8), "batch_size": 1}
     with pytest.raises(errors.LossScaleError):
         fit(model, Monitor(every=1, max_consecutive_skips=5), data)
-
-
-def test_a_plot_before_any_fit_is_refused_with_advice():
-    with pytest.raises(ValueError, match=r"timeline=\[\].*model\.fit"):
-        Monitor().plot()

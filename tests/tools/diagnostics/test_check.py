@@ -15,9 +15,7 @@ from rich import console
 
 import tfmix
 from tests.tools.diagnostics import faults
-from tfmix import _formats
 from tfmix.policy import policy as policies
-from tfmix.tools.callbacks import sampler
 from tfmix.tools.diagnostics import check
 
 BACKEND = importlib.import_module(keras.backend.backend())
@@ -175,23 +173,6 @@ def test_what_is_at_fault_is_named_and_nothing_around_it(build, names):
     found = {row.layer.rstrip("_0123456789") for row in report.faults}
     assert found == names, str(report)
     assert report.rows[0].verdict in ("overflow", "not_finite")
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_values_that_mark_masked_steps_do_not_move(dtype):
-    """Otherwise `x != -1` would be true everywhere, which is an error."""
-    marks = ops.convert_to_tensor([-1.0, 0.0, 0.5, -99.0], dtype)
-    layer = keras.layers.Masking(-1.0)
-    limits = _formats.LIMITS[dtype]
-    found = sampler.unrounded(marks, layer, limits)
-    assert np.array_equal(found, [-1.0, 0.0, 0.5, -99.0])
-    values = np.random.default_rng(0).normal(size=1000)
-    rounded = ops.cast(ops.convert_to_tensor(values), dtype)
-    exact = np.array(ops.cast(rounded, "float32"))
-    moved = np.array(sampler.unrounded(rounded, layer, limits)) / exact - 1
-    assert 0.4 < np.mean(moved != 0.0) < 0.6
-    rms = np.sqrt(np.mean(moved**2))
-    assert rms == pytest.approx(0.2 * limits.epsilon, rel=0.1)
 
 
 def test_without_targets_only_the_forward_pass_is_checked():
@@ -364,11 +345,7 @@ class Sequence(keras.utils.PyDataset):
             "`y` must be an array",
         ),
         # A single row is not a batch.
-        (
-            lambda x, y: check.check(small(), dataset(x, y), loss="mse"),
-            r"dataset\.batch\(32\)",
-        ),
-        (lambda x, y: check.check(small(), x[0]), r"dataset\.batch\(32\)"),
+        (lambda x, y: check.check(small(), x[0]), r"\(None, 4\).*\(4,\)"),
         (
             lambda x, y: check.check(small(), (each for each in [(x, y)])),
             "Received: generator.*next",
@@ -430,7 +407,7 @@ def test_data_that_is_not_finite_is_named_once_with_its_rows(name, lost):
     if count < 8:
         assert {"forward", "backward"} <= {row.phase for row in judged}
     with pytest.raises(ValueError, match=f"first at '{name}'"):
-        report.suggested_policy(progress=False)
+        report.suggested_policy()
 
 
 def test_advice_states_the_size_of_the_output():
@@ -455,7 +432,7 @@ def test_a_fault_in_float32_as_well_has_no_line_of_code():
     below = text.split("fault:")[1].splitlines()
     assert not [one for one in below if one[:1] not in "# "]
     with pytest.raises(ValueError, match="float32 either"):
-        report.suggested_policy(progress=False)
+        report.suggested_policy()
 
 
 @pytest.mark.parametrize("name", ["kernel", "moving_mean"])

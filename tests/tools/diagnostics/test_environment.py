@@ -40,20 +40,6 @@ def test_the_version_of_keras_nightly_is_found(monkeypatch):
     assert environment.environment().versions["keras"] == keras.__version__
 
 
-def test_an_incomplete_extra_names_missing_packages(monkeypatch):
-    wanted = [
-        "keras>=3.12",
-        'matplotlib; extra == "plot"',
-        'no-such-package>=2; extra == "plot"',
-        'numpy; extra == "jax"',
-    ]
-    monkeypatch.setattr(importlib.metadata, "requires", lambda name: wanted)
-    lacking = environment.environment().extras
-    assert lacking["jax"] == ()
-    assert "no-such-package" in lacking["plot"]
-    assert "without" in str(environment.environment())
-
-
 @pytest.mark.parametrize("words", [[], ["--json"]])
 def test_the_shell_prints_the_environment(capsys, words):
     assert cli.main(["doctor", *words]) == cli.OK

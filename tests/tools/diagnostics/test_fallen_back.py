@@ -41,7 +41,7 @@ def test_a_16_bit_model_has_a_note_on_the_fallback(kind, checked):
         assert "guilty computes in float32" in report.to_json()
     # `apply_policy` keeps fallbacks as well.
     assert model.layers[1].compute_dtype == "float32"
-    assert "guilty" not in str(report.suggested_policy(progress=False))
+    assert "guilty" not in str(report.suggested_policy())
 
 
 @pytest.mark.parametrize("kind", KINDS)

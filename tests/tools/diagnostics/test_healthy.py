@@ -175,7 +175,7 @@ def assert_healthy(model, x, y, loss, policy):
     x, y = keras.tree.map_structure(lambda leaf: leaf[:BATCH], (x, y))
     report = check.check(model, x, y, loss=loss)
     assert report.healthy, str(report)
-    suggested = report.suggested_policy(progress=False)
+    suggested = report.suggested_policy()
     assert suggested == policies.Policy(policy)
 
 

@@ -87,7 +87,7 @@ def test_check_warns_and_judges_gradients_without_a_scale():
     assert (first.phase, first.verdict) == ("backward", "underflow")
     assert first.advice.startswith("tfmix.LossScaleOptimizer(optimizer)")
     # Only the scale is missing, so no layer should become float32.
-    suggested = report.suggested_policy(progress=False)
+    suggested = report.suggested_policy()
     assert suggested == report.policy
 
 

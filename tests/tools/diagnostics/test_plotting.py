@@ -7,7 +7,6 @@ import pytest
 from matplotlib import colors
 
 from tests.tools.diagnostics import faults
-from tfmix.tools.callbacks import loss_scale_monitor
 from tfmix.tools.diagnostics import check, plotting
 
 
@@ -59,19 +58,6 @@ def test_float32_layers_are_grey(report):
         assert colours.count(plotting._GREY) == found.count(narrow)
 
 
-# A resumed run begins with the skips of the run before.
-@pytest.mark.parametrize("before", [0, 5])
-def test_the_timeline_shows_scale_and_new_skips(before):
-    readings = [
-        loss_scale_monitor.Reading(100, 2.0**15, 100 - before, before, 0),
-        loss_scale_monitor.Reading(200, 2.0**13, 198 - before, before + 2, 0),
-    ]
-    upper, lower = plotting.loss_scale_timeline(readings).axes
-    assert list(upper.lines[0].get_ydata()) == [2.0**15, 2.0**13]
-    heights = [path[:, 1].max() for path in lower.collections[0].get_segments()]
-    assert heights == [0, 2]
-
-
 def test_pictures_are_written_and_a_dollar_is_no_formula(tmp_path, report):
     assert report.plot()._repr_png_().startswith(b"\x89PNG")
     rows = [dataclasses.replace(report.rows[0], layer=r"cost$\x$")]
@@ -85,7 +71,6 @@ def test_the_page_holds_everything_it_needs(tmp_path, report):
     path = tmp_path / "report.html"
     report.to_html(path)
     page = path.read_text()
-    assert "data:image/png;base64," in page
     assert "loud" in page
     # The page fetches nothing: it has no address outside of itself.
     assert "http" not in page

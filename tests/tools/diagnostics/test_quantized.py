@@ -75,7 +75,7 @@ def test_the_monitor_samples_a_model_that_trains_low_ranks(caplog):
     monitor = numerics_monitor.NumericsMonitor(every=1)
     model.fit(*batch(), verbose=0, callbacks=[monitor])
     assert not [text for text in caplog.messages if "cannot sample" in text]
-    assert {"first", "last"} <= {row.layer for row in monitor.rows}
+    assert {"first", "last"} <= {row.layer for row in monitor.report.rows}
 
 
 @pytest.mark.slow

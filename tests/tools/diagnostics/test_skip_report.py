@@ -409,13 +409,12 @@ def test_skips_of_replicas_are_reported(said):
 
 
 def test_a_monitor_reports_skips_instead(said):
-    monitor = loss_scale_monitor.LossScaleMonitor(alarm_after=2)
+    monitor = loss_scale_monitor.LossScaleMonitor()
     # The run has so few skips that the monitor does not stop it.
     model = compiled(initial_scale=2.0**15)
     model.fit(**batches(8, bad=range(8)), callbacks=[monitor])
     (text,) = said
-    assert text.startswith("no update was applied in the last 8 steps: ")
-    assert "`x` reaches 1e+05" in text
+    assert text.startswith("8 of 8 steps of epoch 1 were skipped: `x` reaches")
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """The suggested policy: found by measuring, small, and good to train with."""
 
-import dataclasses
-
 import keras
 import numpy as np
 
@@ -17,25 +15,9 @@ def loud(*more):
     return check.check(keras.Sequential(parts), np.ones((8, 4)))
 
 
-def test_a_candidate_that_cannot_run_does_not_stop_the_search():
-    report = loud(keras.layers.Dense(4), float32_output.float32_output())
-    needed = list(report.targets)[0]
-
-    def again(policy):
-        # A custom layer that mixes dtypes fails in this way.
-        if needed not in policy.float32_layers:
-            raise TypeError("float32 is not float16")
-        return dataclasses.replace(report.again(policy), again=again)
-
-    mixing = dataclasses.replace(report, again=again)
-    policy = mixing.suggested_policy(progress=False)
-    assert needed in policy.float32_layers
-    assert report.again(policy).healthy
-
-
 def test_a_policy_without_16_bit_layers_comes_with_a_warning(caplog):
     report = loud(float32_output.float32_output())
-    policy = report.suggested_policy(progress=False)
+    policy = report.suggested_policy()
     assert "loud" in policy.float32_layers
     assert any("nothing is left in 16 bit" in m for m in caplog.messages)
     assert any("mixed_bfloat16" in m for m in caplog.messages)

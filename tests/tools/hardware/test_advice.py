@@ -36,7 +36,6 @@ LSTM, GRU = [(224, 3, 16), (32, 4, 16)], [(224, 4, 15), (32, 5, 15)]
         (layers.LSTM(12), [(5, 7)], [(160, 7, 48), (32, 12, 48)]),
         (layers.RNN(layers.LSTMCell(4)), [(7, 3)], LSTM),
         (layers.RNN(PAIR), [(7, 3)], [*LSTM, *GRU]),
-        (layers.AdditiveAttention(), [(6, 8), (9, 8)], [(6, 9, 8)]),
         (layers.MultiHeadAttention(2, 8), [(6, 16)], [(6, 8, 6), (6, 6, 8)]),
         (
             layers.MultiHeadAttention(2, 8, attention_axes=2),
@@ -167,44 +166,27 @@ def test_a_subclassed_model_is_run_on_the_shapes_it_was_built_with():
     assert row.shapes == ((64, 16, 8),)
 
 
-IDS = np.ones((4, 6), "int32")
-
-
 @pytest.mark.parametrize(
     "given",
     [
-        {"x": {"ids": IDS, "mask": IDS}},
         {"input_shape": (6,)},
         {"input_shape": {"ids": (6,), "mask": (6,)}},
     ],
-    ids=["x", "one shape", "shapes by name"],
+    ids=["one shape", "shapes by name"],
 )
-def test_a_free_length_is_taken_from_x_or_a_shape(given):
+def test_a_free_length_is_taken_from_a_shape(given):
     (row,) = advise(tokens(), 32, **given).rows
     assert row.shapes == ((32 * 6, 16, 8),)
 
 
 @pytest.mark.parametrize("kind", ["subclassed", "sequential"])
-@pytest.mark.parametrize("given", ["x", "input_shape"])
-def test_an_unbuilt_model_is_built(kind, given):
+def test_an_unbuilt_model_is_built(kind):
     layer = layers.Dense(8, name="head")
     model = Unbuilt() if kind == "subclassed" else keras.Sequential([layer])
-    x = np.ones((4, 16), "float32")
-    known = {"x": x} if given == "x" else {"input_shape": (16,)}
-    advice = advise(model, 32, **known)
+    advice = advise(model, 32, input_shape=(16,))
     assert advice.rows[0].shapes == ((32, 16, 8),)
     assert advice.memory["float32"].weights == 4 * (16 * 8 + 8)
-    assert model(x).shape == (4, 8)
-
-
-def test_the_inputs_may_come_as_a_dataset():
-    tf = pytest.importorskip("tensorflow")
-    pairs = np.ones((8, 16), "float32"), np.ones((8, 1))
-    data = tf.data.Dataset.from_tensor_slices(pairs).batch(4)
-    (row,) = advise(Unbuilt(), 32, x=data).rows
-    assert row.shapes == ((32, 16, 8),)
-    with pytest.raises(ValueError, match=r"at least one row.*without a batch"):
-        advise(Unbuilt(), 32, x=data.take(0))
+    assert model(np.ones((4, 16), "float32")).shape == (4, 8)
 
 
 def test_the_ten_costliest_layers_are_printed():
@@ -228,8 +210,7 @@ FREE = sequential(layers.Dense(4), shape=(None, 3))
         (FREE, 32, {}, r"input_shape=\(128, 3\)"),
         (FREE, 32, {"input_shape": (5,)}, r"input_shape=\(5,\)"),
         (FREE, 32, {"input_shape": (None, 3)}, r"input_shape=\(128, 3\)"),
-        (FREE, 32, {"x": IDS, "input_shape": (5, 3)}, "not both"),
-        (Unbuilt(), 32, {}, r"takes `x`.*or `input_shape`"),
+        (Unbuilt(), 32, {}, r"Call it once on a batch, or pass `input_sh"),
         (FREE, 32, {"target": "v5"}, "Did you mean 'v5p'"),
     ],
 )
@@ -358,7 +339,7 @@ def test_a_note_explains_alignment_if_a_shape_is_not_aligned():
     assert "multiples of 8" in str(advise(sequential(layers.Dense(9)), 8))
 
 
-def test_the_advice_describes_float8_layers_and_their_gain():
+def test_the_advice_describes_float8_layers():
     sizes = {"first": 4096, "second": 4096, "narrow": 96, "last": 10}
     with tfmix.policy_scope("mixed_float8"):
         model = sequential(*(layers.Dense(n, name=k) for k, n in sizes.items()))
@@ -369,19 +350,9 @@ def test_the_advice_describes_float8_layers_and_their_gain():
     text = str(found)
     assert "1 layers multiply in float8." in text
     assert "narrow: 4096 x 96 is too small to gain." in text
-    # The time is that of three products, and of eleven bytes per number.
-    flops, rate, rate8 = 6 * 4096, 989.4e12, 1978.9e12
-    sixteen = (16 * 4096 + 4096 * 96 + 96 * 10) * flops / rate
-    second = 4096 * 4096 * flops
-    moved = 11 * 3 * 4096 * 4096 / 4.8e12
-    gain = (sixteen + second / rate) / (sixteen + second / rate8 + moved)
-    assert f"({gain:.2f} times)" in text
     # The first call chooses the same layers.
     model(np.ones((1, 16), "float32"))
     assert advise(model, 4096) == found
-    (*_, last) = advise(model, 4096, target="a100").float8
-    assert "A100" in last
-    assert "slower" in last
     # Another policy does not mention float8.
     other = advise(sequential(layers.Dense(1024), shape=(1024,)), 32)
     assert (other.float8, other.rows[0].float8) == ((), "")

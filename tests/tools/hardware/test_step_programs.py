@@ -7,12 +7,12 @@ import pytest
 from keras import layers, ops
 
 import tfmix
-from benchmarks import compiled_steps, overhead
+from benchmarks import compiled_steps, compiled_tensorflow, overhead
 from tests import helpers
 from tests.tools.hardware.programs import skip_without
 from tfmix._keras import kernels, tracing
 from tfmix.step import finite
-from tfmix.tools.hardware import compiled_text, compilers, lowering
+from tfmix.tools.hardware import compiled_text, compilers
 from tfmix.tools.hardware import target as targets
 
 FEW, MANY = compiled_steps.FEW_LARGE, compiled_steps.MANY_SMALL
@@ -108,7 +108,7 @@ def sparse(optimizer, target):
     initial = keras.initializers.Zeros()
     table = keras.Variable(initial, shape=(1_000_000, 64), name="table")
     optimizer.build([table])
-    (device,) = compilers.devices(targets.find(target), 1)
+    device = compilers.device(targets.find(target))
 
     @tf.function(jit_compile=True, autograph=False)
     def step(values, ids):
@@ -120,7 +120,7 @@ def sparse(optimizer, target):
         tf.TensorSpec((1024, 64), tf.float32),
         tf.TensorSpec((1024,), tf.int32),
     ]
-    return compilers.compile_tensorflow(step, given, device)
+    return compiled_tensorflow.compiled(step, given, device)
 
 
 @helpers.requires_backend("tensorflow")
@@ -212,8 +212,8 @@ def test_a_step_of_fit_launches_no_more_kernels_and_moves_no_more(build):
         keras.losses.SparseCategoricalCrossentropy(from_logits=from_logits),
         metrics=["accuracy"],
     )
-    (device,) = compilers.devices(targets.find("h200"), 1)
-    made = lowering.compile_training_step(model, 32, [device])
+    device = compilers.device(targets.find("h200"))
+    made = compiled_tensorflow.training_step(model, 32, device)
     program = compiled_text.read(made.text)
     kernels, megabytes = STEPS[build]
     assert program.kernels <= kernels

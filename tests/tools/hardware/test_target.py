@@ -1,7 +1,6 @@
 """The names, grids and descriptions of accelerators."""
 
 import importlib
-import math
 
 import pytest
 
@@ -45,56 +44,14 @@ def test_rates_agree_with_each_other_with_auto_and_the_devices(target):
     assert target.auto() == f"mixed_{fast}"
 
 
-@pytest.mark.parametrize("name", ["v4", "v5e", "v5p", "v6e"])
-def test_a_grid_has_the_requested_number_of_devices(name):
-    target = targets.find(name)
-    for power in range(9):
-        sides = targets.topology(target, 2**power).split("x")
-        assert math.prod(map(int, sides)) == 2**power
-        assert len(sides) == (3 if name in ("v4", "v5p") else 2)
-    for count in (3, 6, 512):
-        with pytest.raises(ValueError, match=f"power of two.*devices={count}"):
-            targets.topology(targets.find("v5e"), count)
-
-
-@pytest.mark.parametrize(
-    ("given", "name"),
-    [
-        ("Tesla T4", "t4"),
-        ("Tesla V100-SXM2-16GB", "v100"),
-        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA A100", "a100"),
-        ("NVIDIA GeForce RTX 4090", "rtx4090"),
-        ("RTX 3090", "rtx3090"),
-        ("NVIDIA A10G", "a10g"),
-        ("NVIDIA L4", "l4"),
-        ("NVIDIA L40S", "l40s"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H200", "h200"),
-        ("TPU v4", "v4"),
-        ("A100-40GB", "a100-40gb"),
-    ],
-)
-def test_the_name_of_a_driver_is_known(given, name):
-    assert targets.find(given).name == name
+@pytest.mark.parametrize("name", ["h200", "H200", "A100-40GB"])
+def test_a_name_may_be_in_capitals(name):
+    assert targets.find(name).name == name.lower()
 
 
 @pytest.mark.parametrize(
     ("given", "near"),
-    [
-        # Chips with other figures.
-        ("Tesla V100-SXM2-32GB", "v100"),
-        ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx4090"),
-        ("NVIDIA GeForce RTX 4080", "rtx4090"),
-        ("NVIDIA H100 PCIe", "h100"),
-        # Names of no chip.
-        ("v6", "v6e"),
-        ("", None),
-        ("NVIDIA", None),
-        ("16GB", None),
-    ],
+    [("v6", "v6e"), ("h20", "h200"), ("rtx4080", "rtx4090"), ("", None)],
 )
 def test_another_name_is_refused_with_the_closest(given, near):
     with pytest.raises(ValueError, match="`target` must be one of") as caught:

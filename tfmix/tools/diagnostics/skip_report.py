@@ -86,7 +86,6 @@ class SkipWatch(keras.callbacks.Callback):
         self._lowest: dict[Any, float] = {}
         # The last epoch with skipped steps.
         self._last = skip_causes.Skips()
-        self._has_reported = False
         self._bad_data: skip_causes.BadData | None = None
         # What was reported last, and its first epoch with the counts before.
         self._cause, self._first, self._from = "", 0, (0, 0)
@@ -123,7 +122,7 @@ class SkipWatch(keras.callbacks.Callback):
         if self._now is None:
             # Other callbacks may restore a run in `on_train_begin`.
             self._now = self._count()
-        self._before, self._has_reported = self._now, False
+        self._before = self._now
         self._batches.clear()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -170,8 +169,7 @@ class SkipWatch(keras.callbacks.Callback):
         self, epoch: int, applied: int, skipped: int, loss: float
     ) -> None:
         """Reports the skipped steps of an epoch, unless its scale has grown."""
-        if not self._has_reported and self._last.are_news:
-            self._has_reported = True
+        if self._last.are_news:
             self._report(epoch, self.cause(loss))
 
     def _count(self) -> Counts:
