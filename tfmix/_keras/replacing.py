@@ -1,12 +1,15 @@
 """Replaces attributes for the process, for a block, or on one layer.
 
-Whatever replaces an attribute can list it and put it back. The wrappers of a
-layer's methods are attributes of that layer, so Keras's classes stay unchanged,
-and all wrappers of one role are attached and detached together.
+Whatever replaces an attribute can list it and put it back. What the core of
+tfmix replaces for the process is one list (`autocast.replaced`) in three
+groups, and `want` replaces or restores a group. The wrappers of a layer's
+methods are attributes of that layer, so Keras's classes stay unchanged, and all
+wrappers of one role are attached and detached together.
 """
 
 import contextlib
 import functools
+import operator
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,9 +17,11 @@ from typing import Any, Protocol
 
 import keras
 
-from tfmix._keras import layers
+from tfmix._keras import layers, version
 
 Place = tuple[Any, str]
+# Takes what a place holds, and returns what replaces it.
+Maker = Callable[[Any], Any]
 
 _registry: list["Replacements"] = []
 
@@ -90,9 +95,12 @@ class Replacements:
         """Returns the `(owner, attribute)` pairs that are replaced now."""
         return list(self._replaced)
 
-    def set(self, wanted: Mapping[Place, Callable[[Any], Any]]) -> None:
+    def set(self, wanted: Mapping[Place, Maker]) -> None:
         """Replaces the places of `wanted`, and restores all others."""
         with self._lock:
+            for owner, name in wanted:
+                if name not in vars(owner):
+                    raise version.misfit(f"{owner!r} has no {name!r}")
             for place in [p for p in self._replaced if p not in wanted]:
                 owner, name = place
                 original, ours = self._replaced.pop(place)
@@ -107,6 +115,57 @@ class Replacements:
                     setattr(owner, name, make(original))
                     ours = vars(owner)[name]
                     self._replaced[owner, name] = (original, ours)
+
+
+# The groups of the list: Keras's `compile`, what a new layer gets, and ops.
+COMPILE, LAYERS, OPS = "compile", "layers", "ops"
+_lock = threading.RLock()
+_of_list = Replacements()
+# What each group replaces now.
+_active: dict[str, Mapping[Place, Maker]] = {}
+_find: Callable[[str, Any], Mapping[Place, Maker]]
+
+
+def use(find: Callable[[str, Any], Mapping[Place, Maker]]) -> None:
+    """Sets the list: what a group replaces, for some value of `want`."""
+    global _find
+    _find = find
+
+
+def want(group: str, what: Any) -> None:
+    """Replaces a group of names, or restores them if `what` is false.
+
+    Args:
+        group: One of `COMPILE`, `LAYERS` and `OPS`.
+        what: Whether to replace them; for ops the rules that are active.
+    """
+    with _lock:
+        active = {**_active, group: _find(group, what) if what else {}}
+        _of_list.set(functools.reduce(operator.or_, active.values()))
+        _active.update(active)
+
+
+def is_wanted(group: str) -> bool:
+    """Returns whether a group of names is replaced now."""
+    return bool(_active.get(group))
+
+
+def lazily(make: Maker) -> Maker:
+    """Returns a maker whose replacement calls `make` when it is first called.
+
+    Many of them never are.
+    """
+
+    def made_lazily(original: Callable) -> Callable:
+        made = functools.cache(functools.partial(make, original))
+
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return made()(*args, **kwargs)
+
+        return replacement
+
+    return made_lazily
 
 
 # A wrapper gets the wrapped method, then the arguments of the call.

@@ -1,16 +1,18 @@
-"""Reads how Keras trains a model: step, metrics, callbacks and building."""
+"""Reads and changes how Keras compiles and trains a model."""
 
 import contextlib
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+from keras.src.legacy.saving import saving_utils
 from keras.src.trainers import compile_utils
 from keras.src.trainers import trainer as trainers
 
-from tfmix._keras import layers, replacing, version
+from tfmix._keras import layers, optimizers, replacing, version
 
 # This class gives models `compile` and `fit`.
 TRAINER: Any = getattr(trainers, "BaseTrainer", None) or trainers.Trainer
@@ -32,6 +34,8 @@ ORDERS = {
         ("summary", keras.Model.summary),
     )
 }
+# It describes a model for a file of the old format, `.h5`.
+OLD_FORMAT: replacing.Place = (saving_utils, "model_metadata")
 # JAX's step is a function of the state.
 STEP_ON_JAX = "state", "data"
 
@@ -204,3 +208,42 @@ def call_in_training(model: keras.Model, inputs: Any) -> Any:
     """Calls a model in training mode, if it has modes."""
     knows_modes = getattr(model, "_call_has_training_arg", False)
     return model(inputs, training=True) if knows_modes else model(inputs)
+
+
+def adopt_optimizer(model: keras.Model, optimizer: Any, saved: Any) -> None:
+    """Sets the optimizer of a compiled model, and the one its files name."""
+    model.optimizer = optimizer
+    save_argument(model, "optimizer", saved)
+
+
+def has_wrapped(model: keras.Model) -> bool:
+    """Returns whether Keras has put its own loss scale around the optimizer."""
+    saved = getattr(model, "_compile_config", None)
+    given = None if saved is None else saved.config.get("optimizer")
+    is_of_class = type(model.optimizer) is optimizers.KerasScaler
+    return is_of_class and model.optimizer.inner_optimizer is given
+
+
+def save_argument(model: keras.Model, name: str, value: Any) -> None:
+    """Replaces an argument of `compile` in the saved configuration."""
+    saved = getattr(model, "_compile_config", None)
+    if saved is not None:
+        saved.config[name] = value
+
+
+def naming_saved_optimizer(original: Callable) -> Callable:
+    """Returns what describes a model with the optimizer that its files name."""
+
+    @functools.wraps(original)
+    def model_metadata(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        compiled = getattr(model, "_compile_config", None)
+        saved = None if compiled is None else compiled.config.get("optimizer")
+        inside = [*optimizers.chain(getattr(model, "optimizer", None))][1:]
+        with contextlib.ExitStack() as undo:
+            if any(saved is inner for inner in inside):
+                replacing.swap(undo, model, "optimizer", saved)
+                # Keras takes it out.
+                undo.callback(save_argument, model, "optimizer", saved)
+            return original(model, *args, **kwargs)
+
+    return model_metadata

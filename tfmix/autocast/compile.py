@@ -13,7 +13,6 @@ import keras
 
 from tfmix import _formats, _messages
 from tfmix._keras import (
-    compile_method,
     context_values,
     layers,
     optimizers,
@@ -113,11 +112,11 @@ def _compile(
     # Keras creates an optimizer here, and computes nothing in 16 bit.
     with context_values.holding(rules=context_values.NO_RULES):
         original(*args, **kwargs)
-    compile_method.save_argument(model, "auto_scale_loss", wanted)
+    training.save_argument(model, "auto_scale_loss", wanted)
     part = replacing.part(model, replacing.RULES)
     optimizer = getattr(model, "optimizer", None)
     if wanted and optimizer is not None:
-        if compile_method.has_wrapped(model):
+        if training.has_wrapped(model):
             # Keras decides by the model's own policy, not by its layers'.
             optimizer = optimizer.inner_optimizer
             if optimizer is given:
@@ -127,7 +126,7 @@ def _compile(
             optimizer = choose(optimizer, model, level)
         if optimizer is not model.optimizer:
             named = saved(optimizer, model)
-            compile_method.adopt_optimizer(model, optimizer, named)
+            training.adopt_optimizer(model, optimizer, named)
     is_ours = isinstance(optimizer, scaling.LossScaleOptimizer)
     if part is not None or is_ours:
         guard.attach(model)

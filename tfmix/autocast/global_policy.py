@@ -16,24 +16,18 @@ import keras
 
 from tfmix import _formats, _messages
 from tfmix._keras import (
-    compile_method,
     context_values,
     global_state,
     layers,
     replacing,
-    version,
 )
-from tfmix.autocast import compile as compiling
-from tfmix.autocast import exact_inputs, fallback, record, replaced
+from tfmix.autocast import exact_inputs, fallback, record
 from tfmix.ops import stand_ins
 from tfmix.policy import float32_layers
 from tfmix.policy import policy as policies
 from tfmix.policy.devices import is_on_tpu
 
 _lock = threading.RLock()
-_hooks = replacing.Replacements()
-compile_method.use(compiling.compiling)
-stand_ins.use(replaced.METHODS)
 # The choice of `set_global_policy`; `None` before its first call.
 _base: "_Choice | None" = None
 # The open scopes of all threads, latest last. The tuple is replaced rather than
@@ -98,7 +92,7 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
                 global_state.make_float32()
         _refresh()
         if accepted.name == "float32" and not _open:
-            compile_method.stop_watching()
+            replacing.want(replacing.COMPILE, False)
 
 
 def global_policy() -> keras.DTypePolicy:
@@ -296,12 +290,12 @@ def _refresh() -> None:
     bases = [] if _base is None else [_base]
     choices = [*bases, *(scope.choice for scope in _open)]
     # A float32 scope only needs the hooks if Keras has another policy.
-    if any(choice.given.name != "float32" for choice in choices) or (
-        _open and global_state.policy_name() != "float32"
-    ):
-        _hook()
-    else:
-        _hooks.set({})
+    is_on = any(choice.given.name != "float32" for choice in choices) or (
+        bool(_open) and global_state.policy_name() != "float32"
+    )
+    replacing.want(replacing.LAYERS, is_on)
+    if is_on:
+        replacing.want(replacing.COMPILE, True)
 
 
 def _replaced_by_keras(policy: keras.DTypePolicy) -> bool:
@@ -333,25 +327,12 @@ def _replaced_by_keras(policy: keras.DTypePolicy) -> bool:
 
 def hooks_keras() -> bool:
     """Returns whether Keras gets its policy from tfmix now."""
-    return bool(_hooks.places())
+    return replacing.is_wanted(replacing.LAYERS)
 
 
-def _hook() -> None:
-    """Makes Keras get its policy from tfmix, if it does not yet."""
-    if hooks_keras():
-        return
-    wanted: dict[replacing.Place, Callable[[Any], Any]] = {
-        global_state.POLICY_STORE: _store,
-        (keras.Layer, "__init__"): _initializer,
-    }
-    for owner, name in (*wanted, compile_method.PLACE):
-        if name not in vars(owner):
-            raise version.misfit(f"{owner!r} has no {name!r}")
-    _hooks.set(wanted)
-    compile_method.watch()
+def policy_store(store: types.ModuleType) -> types.ModuleType:
+    """Returns what makes Keras get its policy from tfmix."""
 
-
-def _store(store: types.ModuleType) -> types.ModuleType:
     def get(name: str, *args: Any, **kwargs: Any) -> Any:
         policy = _lookup() if name == global_state.POLICY_KEY else None
         if policy is None:
@@ -367,7 +348,9 @@ def _store(store: types.ModuleType) -> types.ModuleType:
     return replacing.copy_module(store, functions)
 
 
-def _initializer(original: Callable) -> Callable:
+def initializer(original: Callable) -> Callable:
+    """Returns the constructor of all layers."""
+
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)

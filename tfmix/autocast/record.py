@@ -7,6 +7,7 @@ a model after the scope that created it has ended.
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,6 @@ import keras
 
 from tfmix import _formats, _messages
 from tfmix._keras import (
-    compile_method,
     context_values,
     files,
     global_state,
@@ -65,7 +65,7 @@ def set_policy(model: keras.Model, policy: keras.DTypePolicy) -> None:
     """Gives a model the record of a policy, or none if that is not 16-bit."""
     chosen_layers.restore(model, {})
     if policies.is_sixteen_bit(policy):
-        compile_method.watch()
+        replacing.want(replacing.COMPILE, True)
         layers.rematerialize_anew(model)
         exact_inputs.begin_exact(model)
         record = _MixedModel(model, policy)
@@ -131,7 +131,7 @@ class _MixedModel:
         model = self._model
         wrappers: dict[str, replacing.Wrapper] = {
             "call": self._call,
-            "compile": functools.partial(compile_method.while_watched, model),
+            "compile": self._compile,
             "fit": self._fit,
             "evaluate": functools.partial(self._swapped, "evaluate"),
             "predict": functools.partial(self._swapped, "predict"),
@@ -185,6 +185,15 @@ class _MixedModel:
             run = functools.partial(heads.run_graph, self._model)
             self._wrap(**{graphs.RUN_GRAPH: run})
         return self._calls.run(*args, **kwargs)
+
+    def _compile(self, original: Callable, *args: Any, **kwargs: Any) -> None:
+        """Compiles by tfmix, also after `set_global_policy("float32")`."""
+        kind = type(self._model)
+        is_of_class = getattr(original, "__func__", None) is kind.compile
+        replacing.want(replacing.COMPILE, True)
+        if is_of_class:
+            original = types.MethodType(kind.compile, self._model)
+        original(*args, **kwargs)
 
     def _wrap(self, **more: replacing.Wrapper) -> None:
         """Wraps further methods of the model."""

@@ -9,10 +9,10 @@ import keras
 
 from tfmix import _arguments, _messages, _progress, _tables
 from tfmix._keras import (
-    compile_method,
     layers,
     optimizers,
     replacing,
+    training,
 )
 from tfmix.autocast import compile as compiling
 from tfmix.autocast import fallback, global_policy
@@ -485,7 +485,7 @@ def _save_settings(
 def _adopt(model: keras.Model, optimizer: Any) -> None:
     if optimizer is not None:
         saved = compiling.saved(optimizer, model)
-        compile_method.adopt_optimizer(model, optimizer, saved)
+        training.adopt_optimizer(model, optimizer, saved)
     for part in optimizers.chain(optimizer):
         if isinstance(part, scaling.LossScaleOptimizer):
             part.decide_anew()
