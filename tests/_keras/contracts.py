@@ -27,7 +27,6 @@ BACKEND = keras.backend.backend()
 KERAS = tuple(int(part) for part in keras.__version__.split(".")[:2])
 COMMON = "keras.src.backend.common"
 OPS = "keras.src.ops"
-FUNCTION = "tensorflow.python.eager.polymorphic_function.polymorphic_function"
 TRACKABLE = "tensorflow.__internal__.tracking.AutoTrackable"
 XLA = "tensorflow.compiler.tf2xla.ops.gen_xla_ops"
 
@@ -40,8 +39,8 @@ TENSORFLOW_ONLY = set(
     _maybe_symbolic_build _all_reduce_sum_gradients _deferred_dependencies
     _distribution_strategy _export_to_saved_model_graph
     _get_control_flow_context _lookup_dependency _restore_from_tensors
-    _run_functions_eagerly _serialize_to_tensors _tape _trackable_children
-    _unconditional_dependency_names _unique_id _write_object_proto Function
+    _serialize_to_tensors _tape _trackable_children
+    _unconditional_dependency_names _unique_id _write_object_proto
     capture could_possibly_record pack_tangents should_record_backprop
     xla_dot_v2 xla_optimization_barrier xla_variadic_reduce_v2
     """.split()
@@ -208,8 +207,6 @@ CONSTANTS = {
     "tensorflow.python.ops.control_flow_v2_func_graphs": {
         "ControlFlowFuncGraph": type,
     },
-    FUNCTION: {"Function": type},
-    f"{FUNCTION}.Function": {"_run_functions_eagerly": property},
     TRACKABLE: {
         "_deferred_dependencies": property,
         "_unconditional_dependency_names": property,

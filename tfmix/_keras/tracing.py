@@ -1,8 +1,6 @@
 """Says how the running code is traced."""
 
-import collections
 import contextlib
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -20,23 +18,18 @@ if keras.backend.backend() == "tensorflow":
 else:
     import jax
     import jax.extend.core
+    from keras.src.backend.jax import trainer
 
+    # Keras's trainer imported its own reference when Keras was imported.
+    JIT: tuple[replacing.Place, ...] = ((jax, "jit"), (trainer, "jit"))
     # Older versions of JAX have it elsewhere.
     if hasattr(jax.errors, "InconclusiveDimensionOperation"):
         NOT_OF_A_DTYPE += (jax.errors.InconclusiveDimensionOperation,)
 
-    # JAX before 0.8 has none.
-    _CONTEXT = getattr(jax, "make_user_context", lambda: None)()
-
 Function = TypeVar("Function", bound=Callable)
 
-_RUNS_EAGERLY = "_run_functions_eagerly"
 # `trace` returns this for code that is not traced.
 EAGER = "eager"
-_lock = threading.Lock()
-# Counts the blocks that each thread is in; the last one to end restores all.
-_blocks: collections.Counter[int] = collections.Counter()
-_replacements = replacing.Replacements()
 
 
 def by_xla() -> bool:
@@ -145,20 +138,6 @@ def transformation() -> Any:
     return state() if state else None
 
 
-def traced_apart(value: Any) -> contextlib.AbstractContextManager:
-    """Keeps what JAX traces and compiles in a block for this value only.
-
-    Functions in the block may use the value without taking it as an argument.
-
-    Args:
-        value: Scalar array.
-    """
-    if _CONTEXT is None:
-        return contextlib.nullcontext()
-    is_traced = isinstance(value, jax.core.Tracer)
-    return _CONTEXT(object() if is_traced else float(value))
-
-
 def is_symbolic(tensor: Any) -> bool:
     """Returns whether a tensor's value is not known yet."""
     if keras.backend.backend() == "tensorflow":
@@ -202,30 +181,13 @@ def untouched(function: Function) -> Function:
 
 @contextlib.contextmanager
 def nothing_traced() -> Iterator[None]:
-    """Runs `tf.function`s op by op in a block, in the calling thread only."""
+    """Runs `tf.function`s op by op in a block, in all threads."""
     if keras.backend.backend() != "tensorflow":
         yield
         return
-    thread = threading.get_ident()
-    with _lock:
-        _blocks[thread] += 1
-        # This is the class of what `tf.function` returns.
-        function = type(tf.function(lambda: None))
-        _replacements.set({(function, _RUNS_EAGERLY): _or_in_a_block})
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
     try:
         yield
     finally:
-        with _lock:
-            _blocks[thread] -= 1
-            if not _blocks[thread]:
-                del _blocks[thread]
-            if not _blocks:
-                _replacements.set({})
-
-
-def _or_in_a_block(original: property) -> property:
-    def is_eager(function: object) -> bool:
-        usually = original.__get__(function, type(function))
-        return threading.get_ident() in _blocks or bool(usually)
-
-    return property(is_eager)
+        tf.config.run_functions_eagerly(before)

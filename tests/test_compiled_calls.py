@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests._keras.contracts import jax_only
-from tfmix._keras import compiled_calls
+from tfmix.tools.run import compiled_calls
 
 
 @jax_only
