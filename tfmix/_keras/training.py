@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,15 +11,10 @@ from keras.src.legacy.saving import saving_utils
 from keras.src.trainers import compile_utils
 from keras.src.trainers import trainer as trainers
 
-from tfmix._keras import layers, optimizers, replacing, version
+from tfmix._keras import layers, optimizers, replacing
 
 # This class gives models `compile` and `fit`.
 TRAINER: Any = getattr(trainers, "BaseTrainer", None) or trainers.Trainer
-# Since Keras 3.16, TensorFlow's trainer takes a batch before it traces the
-# step. If tracing fails, that batch is lost.
-_TAKES_FIRST = keras.backend.backend() == "tensorflow" and version.numbers(
-    keras.__version__
-) >= (3, 16)
 
 # The order of arguments of a model's methods. Each backend overrides these of
 # `TRAINER`, but for `compile`, so others have no reason to replace them.
@@ -137,14 +131,6 @@ def _in_turn(*functions: Callable) -> Callable:
             function(*args, **kwargs)
 
     return call
-
-
-def for_two_calls(model: keras.Model, arguments: tuple) -> tuple:
-    """Returns a train function's arguments so that two calls see one batch."""
-    if not _TAKES_FIRST or model.steps_per_execution > 1:
-        return arguments
-    (iterator,) = arguments
-    return (list(itertools.islice(iterator, 1)) or iterator,)
 
 
 def build_before_tracing(model: keras.Model, **batch: Any) -> None:

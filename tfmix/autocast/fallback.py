@@ -19,7 +19,6 @@ from tfmix._keras import (
     layers,
     replacing,
     tracing,
-    training,
     variables,
 )
 from tfmix.autocast import exact_inputs
@@ -64,88 +63,6 @@ def reason(layer: keras.Layer) -> str:
     return state.why if state is not None and state.is_float32() else ""
 
 
-def retrying(
-    model: keras.Model, original: Callable, *args: Any, **kwargs: Any
-) -> Any:
-    """Makes a train function whose first call is tried again if it fails.
-
-    A user's own `train_step` may mix dtypes. It is then traced a second time,
-    on layers that return float32.
-
-    Args:
-        model: The model.
-        original: Its `make_train_function`.
-        *args: Positional arguments of `original`.
-        **kwargs: Keyword arguments of `original`.
-    """
-    before = model.train_function
-    original(*args, **kwargs)
-    function = model.train_function
-    if function is before or not training.has_own_step(model):
-        return function
-    is_first = True
-
-    def anew(*arguments: Any) -> Any:
-        nonlocal function
-        # Otherwise a part of the failed trace could run.
-        original(force=True)
-        function = model.train_function
-        return function(*arguments)
-
-    def first(*arguments: Any) -> Any:
-        nonlocal is_first
-        # A callback may have stored this function, or replaced it.
-        if not is_first:
-            return function(*arguments)
-        is_first = False
-        built = layers.is_built(model)
-        arguments = training.for_two_calls(model, arguments)
-        try:
-            logs = function(*arguments)
-        except Exception as error:
-            if not built:
-                # Variables created in a failed trace have no value.
-                raise
-            logs = _traced_again(model, error, lambda: anew(*arguments))
-        if model.train_function is first:
-            model.train_function = function
-        return logs
-
-    model.train_function = first
-    return first
-
-
-def _traced_again(
-    model: keras.Model, error: Exception, trace: Callable[[], Any]
-) -> Any:
-    """Traces a failed `train_step` again, after its layers return float32.
-
-    Raises the original error if that does not fix it.
-    """
-    if _is_final(error):
-        raise error
-    attach(model)
-    state, before = _of(model), replacing.by_role(model)
-    with contextlib.ExitStack() as undo:
-        _prepare_inside(model, undo)
-        undo.callback(replacing.restore, model, before)
-        wrappers = {**state.wrappers, "train_step": _as_float32_code}
-        replacing.swap(undo, state, "wrappers", wrappers)
-        replacing.attach(model, replacing.FALLBACK, state)
-        try:
-            logs = trace()
-        except Exception:
-            raise error from None
-        undo.pop_all()
-    _messages.warn(
-        "the layers that the `train_step` of %r calls return float32 "
-        "to it from now on, because its code cannot compute in 16 bit. %s",
-        model.name,
-        _cause(error),
-    )
-    return logs
-
-
 def reasons(model: keras.Layer) -> list[str]:
     """Lists which layers of a model have fallen back to float32, and why."""
     return [
@@ -184,8 +101,6 @@ class _Fallback:
         self.why = ""
         # The float32 policy after a fallback.
         self._policy: keras.DTypePolicy | None = None
-        # True until the first call.
-        self._new = True
         # The modes, training or not, in which its call has succeeded.
         self._proven: set[bool] = set()
         self.wrappers: Mapping[str, replacing.Wrapper] = {"call": self.run}
@@ -197,10 +112,6 @@ class _Fallback:
 
     def run(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         to_float32_code = context_values.block.get().is_float32_code
-        if self._new:
-            self._new = False
-            if self._is_float32_code():
-                _attach_inside(self._layer)
         mode = kwargs.get("training") is True
         is_new = mode not in self._proven and not self.is_float32()
         if is_new and _would_last(self._layer):
@@ -288,9 +199,9 @@ class _Fallback:
         return self._is_users and self._layer.compute_dtype == "float32"
 
     def _fall_back(self, error: Exception, undo: contextlib.ExitStack) -> None:
-        """Makes the layer float32, and the layers inside ready for that."""
+        """Makes the layer float32, and the cells inside."""
         self.why = _cause(error)
-        _prepare_inside(self._layer, undo)
+        _make_cells_float32(self._layer, undo)
         _make_float32(self._layer, undo)
         self._policy = layers.own_policy(self._layer)
 
@@ -324,11 +235,6 @@ class _Fallback:
         )
 
 
-def _as_float32_code(original: Callable, *args: Any, **kwargs: Any) -> Any:
-    with context_values.holding(is_float32_code=True):
-        return original(*args, **kwargs)
-
-
 def _is_final(error: BaseException | None) -> bool:
     """Returns whether float32 has been tried; Keras re-raises errors."""
     while error is not None:
@@ -349,23 +255,12 @@ def _cause(error: Exception) -> str:
     return f"{_users_code.users_line(error)}{kind}{said}."
 
 
-def _prepare_inside(layer: keras.Layer, undo: contextlib.ExitStack) -> None:
-    """Prepares the layers inside one for its code in float32."""
-    _attach_inside(layer)
+def _make_cells_float32(layer: keras.Layer, undo: contextlib.ExitStack) -> None:
     for cell in filter(_is_cell, layers.own_layers(layer)):
         # It shares its states with the loop around it.
         for part in layers.flat_layers(cell):
             if part.compute_dtype in _formats.SIXTEEN_BIT:
                 _make_float32(part, undo)
-
-
-def _attach_inside(layer: keras.Layer) -> None:
-    """Attaches fallbacks to the models inside that only connect layers, too.
-
-    Their layers return 16 bit to them, and they return float32.
-    """
-    for inner in layers.called(layer)[1:]:
-        attach(inner)
 
 
 def _make_float32(layer: keras.Layer, undo: contextlib.ExitStack) -> None:

@@ -184,7 +184,13 @@ class _MixedModel:
         if self._calls.parts:
             run = functools.partial(heads.run_graph, self._model)
             self._wrap(**{graphs.RUN_GRAPH: run})
-        return self._calls.run(*args, **kwargs)
+        to_float32_code = context_values.block.get().is_float32_code
+        with context_values.holding(is_float32_code=False):
+            outputs = self._calls.run(*args, **kwargs)
+        if to_float32_code:
+            wide = exact_values.to_float32_with_notes
+            return tensors.map_leaves(outputs, wide)
+        return outputs
 
     def _compile(self, original: Callable, *args: Any, **kwargs: Any) -> None:
         """Compiles by tfmix, also after `set_global_policy("float32")`."""
@@ -209,7 +215,7 @@ class _MixedModel:
     def _make_train_function(
         self, original: Callable, *args: Any, **kwargs: Any
     ) -> Any:
-        made = fallback.retrying(self._model, original, *args, **kwargs)
+        made = original(*args, **kwargs)
         _reports.begin(self._model)
         return made
 
@@ -249,7 +255,7 @@ class _MixedModel:
             setattr(model, name, now)
 
     def _test_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        step = functools.partial(self._under_rules, original)
+        step = functools.partial(self._users_code, original)
         if keras.backend.backend() == "tensorflow":
             return step(*args, **kwargs)
         return tapes.inference_step(step, *args, **kwargs)
@@ -257,6 +263,14 @@ class _MixedModel:
     def _train_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         given = self._place(args, kwargs)
         with context_values.holding(place_of_step=given, in_fit=True):
+            return self._users_code(original, *args, **kwargs)
+
+    def _users_code(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Runs a step, to which the layers that it calls return float32.
+
+        A user's own step may combine their results with float32.
+        """
+        with context_values.holding(is_float32_code=True):
             return self._under_rules(original, *args, **kwargs)
 
     def _place(self, args: tuple, kwargs: dict) -> Any:
