@@ -97,14 +97,8 @@ def holding(**values: Any) -> Iterator[None]:
         **values: New values by the names of `Block`; others stay.
     """
     outside = block.get()
-    inside = Block(**{**vars(outside), **values})
-    block.set(inside)
+    block.set(Block(**{**vars(outside), **values}))
     try:
         yield
     finally:
-        now = block.get()
-        if now is not inside:
-            # Scopes need not end in reverse order, so only these are restored.
-            before = {name: getattr(outside, name) for name in values}
-            outside = Block(**{**vars(now), **before})
         block.set(outside)

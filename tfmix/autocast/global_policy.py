@@ -130,6 +130,7 @@ class policy_scope(contextlib.ContextDecorator):
 
     Raises:
         TypeError, ValueError: As `set_global_policy`.
+        RuntimeError: If it ends before a scope that was opened inside it.
 
     Examples:
         >>> with policy_scope("mixed_float16"):
@@ -166,16 +167,17 @@ class policy_scope(contextlib.ContextDecorator):
     def _leave(self) -> None:
         global _open
         # As a decorator, one object has a scope for each call in each thread.
-        scope = ([*filter(_is_own, self._entered)] or self._entered)[-1]
+        own = [*filter(_is_own, self._entered)]
+        if not own or own[-1] is not _own_scope():
+            raise RuntimeError(
+                f"`policy_scope({self._policy.name!r})` ends in the thread "
+                "that opened it, and after the scopes opened inside it. Close "
+                "those first, or write `with tfmix.policy_scope(...):`."
+            )
+        scope = own[-1]
         self._entered.remove(scope)
-        # A scope restores the rules that it found. So those that were opened
-        # after this one, and end later, are opened again without it.
-        later = [x for x in _open[_open.index(scope) + 1 :] if _is_own(x)]
-        for each in reversed([scope, *later]):
-            each.close()
+        scope.close()
         _open = tuple(other for other in _open if other is not scope)
-        for each in later:
-            each.open_rules()
 
 
 def accept(policy: Any) -> keras.DTypePolicy:
@@ -247,12 +249,8 @@ class _Scope:
 
     def replace(self, policy: keras.DTypePolicy) -> None:
         self.choice = _Choice(policy)
-        self.open_rules()
-
-    def open_rules(self) -> None:
-        self._rules.close()
-        rules = policies.rules_of(self.choice.given)
-        self._rules.enter_context(stand_ins.block(rules))
+        self.close()
+        self._rules.enter_context(stand_ins.block(policies.rules_of(policy)))
 
     def close(self) -> None:
         self._rules.close()
