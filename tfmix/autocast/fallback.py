@@ -306,7 +306,7 @@ def _noted(layer: keras.Layer, is_new: bool) -> Callable[[], None]:
     if scope is not None:
         restore_scope = global_state.noted_scope(scope)
     elif is_new and not tracing.will_run_later():
-        values = [(v, variables.copied(v)) for v in _state(layer)]
+        values = [(v, variables.read(v)) for v in _state(layer)]
 
     def restore() -> None:
         if scope is not None:

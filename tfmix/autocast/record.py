@@ -208,7 +208,6 @@ class _MixedModel:
             replacing.attach(self._model, replacing.RULES, self)
 
     def _fit(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        exact_inputs.warn_of_rounded_data(args, kwargs)
         fit = functools.partial(self._swapped, "fit", original)
         return _reports.fit(self._model, fit, *args, **kwargs)
 
