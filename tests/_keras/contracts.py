@@ -189,6 +189,9 @@ FUNCTIONS = {
         "imperative_grad": "tape target sources output_gradients",
     },
     TRACKABLE: {"_lookup_dependency": "self name cached_dependencies"},
+    "jax._src.compiler": {"get_compile_options": "num_replicas num_partitions"},
+    "jax._src.interpreters.mlir": {"make_ir_context": ""},
+    "jax._src.xla_bridge": {"backends_are_initialized": ""},
 }
 
 # Maps owners to attributes and their types.
@@ -202,6 +205,11 @@ CONSTANTS = {
     "keras.src.models.functional.Functional": {"operations": property},
     "keras.src.trainers.trainer": {"BaseTrainer": type, "Trainer": type},
     "jax._src.array": {"ArrayImpl": type},
+    "jax._src.xla_bridge": {"_topology_factories": dict},
+    "jaxlib._hlo": {"XlaComputation": type},
+    "jaxlib._jax": {"DeviceList": type},
+    "jaxlib.mlir.ir": {"Module": type},
+    "jaxlib.xla_client": {"_xla": types.ModuleType},
     "keras.src.backend.jax.trainer": {"jit": types.FunctionType},
     "tensorflow.python.eager.record": {"VariableWatcher": type},
     "tensorflow.python.ops.control_flow_v2_func_graphs": {
