@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import keras
 
-from tfmix._keras import layers, version
+from tfmix._keras import context_values, layers, version
 
 Place = tuple[Any, str]
 # Takes what a place holds, and returns what replaces it.
@@ -166,6 +166,23 @@ def lazily(make: Maker) -> Maker:
         return replacement
 
     return made_lazily
+
+
+def under(rule: str, make: Maker) -> Maker:
+    """Returns a maker whose replacement holds for callers under a rule."""
+
+    def made(original: Callable) -> Callable:
+        ruled = lazily(make)(original)
+
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            if rule in context_values.active_rules():
+                return ruled(*args, **kwargs)
+            return original(*args, **kwargs)
+
+        return replacement
+
+    return made
 
 
 # A wrapper gets the wrapped method, then the arguments of the call.

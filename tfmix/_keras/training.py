@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -194,6 +195,21 @@ def call_in_training(model: keras.Model, inputs: Any) -> Any:
     """Calls a model in training mode, if it has modes."""
     knows_modes = getattr(model, "_call_has_training_arg", False)
     return model(inputs, training=True) if knows_modes else model(inputs)
+
+
+def compile_replaced(
+    model: keras.Model, original: Callable, *args: Any, **kwargs: Any
+) -> None:
+    """Calls a model's `compile`, after that of Keras is replaced again.
+
+    A model with a record outlasts `set_global_policy("float32")`.
+    """
+    if not replacing.is_wanted(replacing.COMPILE):
+        is_of_class = getattr(original, "__func__", None) is type(model).compile
+        replacing.want(replacing.COMPILE, True)
+        if is_of_class:
+            original = types.MethodType(type(model).compile, model)
+    original(*args, **kwargs)
 
 
 def adopt_optimizer(model: keras.Model, optimizer: Any, saved: Any) -> None:

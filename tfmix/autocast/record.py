@@ -7,7 +7,6 @@ a model after the scope that created it has ended.
 
 import contextlib
 import functools
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -131,7 +130,7 @@ class _MixedModel:
         model = self._model
         wrappers: dict[str, replacing.Wrapper] = {
             "call": self._call,
-            "compile": self._compile,
+            "compile": functools.partial(training.compile_replaced, model),
             "fit": self._fit,
             "evaluate": functools.partial(self._swapped, "evaluate"),
             "predict": functools.partial(self._swapped, "predict"),
@@ -191,15 +190,6 @@ class _MixedModel:
             wide = exact_values.to_float32_with_notes
             return tensors.map_leaves(outputs, wide)
         return outputs
-
-    def _compile(self, original: Callable, *args: Any, **kwargs: Any) -> None:
-        """Compiles by tfmix, also after `set_global_policy("float32")`."""
-        kind = type(self._model)
-        is_of_class = getattr(original, "__func__", None) is kind.compile
-        replacing.want(replacing.COMPILE, True)
-        if is_of_class:
-            original = types.MethodType(kind.compile, self._model)
-        original(*args, **kwargs)
 
     def _wrap(self, **more: replacing.Wrapper) -> None:
         """Wraps further methods of the model."""

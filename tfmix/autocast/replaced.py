@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import keras
 
 from tfmix._keras import (
-    context_values,
     custom_vjp,
     global_state,
     layers,
@@ -62,24 +61,7 @@ class Replaced(NamedTuple):
     rule: str = policies.SIXTEEN_BIT
 
 
-def _under(rule: str, make: replacing.Maker) -> replacing.Maker:
-    """Returns a maker whose replacement holds for callers under a rule."""
-
-    def made(original: Callable) -> Callable:
-        ruled = replacing.lazily(make)(original)
-
-        @functools.wraps(original)
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            if rule in context_values.active_rules():
-                return ruled(*args, **kwargs)
-            return original(*args, **kwargs)
-
-        return replacement
-
-    return made
-
-
-_under_policy = functools.partial(_under, policies.SIXTEEN_BIT)
+_under_policy = functools.partial(replacing.under, policies.SIXTEEN_BIT)
 
 
 def _of_user(original: Callable) -> Any:
@@ -142,18 +124,14 @@ LIST = (
         OPS,
         "A variable's 16-bit copy knows its float32 source.",
         [keras_variables.AUTOCAST],
-        replacing.lazily(
-            functools.partial(keras_variables.reading, copied=weights.copied)
-        ),
+        functools.partial(keras_variables.reading, copied=weights.copied),
     ),
     Replaced(
         OPS,
         "A layer's state is what float32 computes.",
         [keras_variables.ASSIGN],
-        replacing.lazily(
-            functools.partial(
-                keras_variables.assigning, exactly=fallback.assign_exactly
-            )
+        functools.partial(
+            keras_variables.assigning, exactly=fallback.assign_exactly
         ),
     ),
     Replaced(
@@ -199,7 +177,7 @@ LIST = (
         OPS,
         "With dropout, attention layers do not call the op.",
         op_places.ATTENTION_METHODS,
-        _under(op_places.ATTENTION, attention.attention_in_float32),
+        replacing.under(op_places.ATTENTION, attention.attention_in_float32),
         rule=op_places.ATTENTION,
     ),
 )
