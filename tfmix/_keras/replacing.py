@@ -234,7 +234,7 @@ def with_argument(
     return tuple(args), {**kwargs, name: value}
 
 
-class Part(Protocol):
+class Wrappers(Protocol):
     """Wrappers that have one role for a layer."""
 
     @property
@@ -247,7 +247,7 @@ def part(layer: keras.Layer, role: str) -> Any:
     return by_role(layer).get(role)
 
 
-def by_role(layer: keras.Layer) -> Mapping[str, Part]:
+def by_role(layer: keras.Layer) -> Mapping[str, Wrappers]:
     """Returns the attached parts by role, for `restore`."""
     owner: _Owner | None = layers.marks(layer).methods
     return {} if owner is None else owner.parts
@@ -259,7 +259,7 @@ def wrapped(layer: keras.Layer, name: str, role: str) -> Callable:
     return owner.below(name, role)
 
 
-def attach(layer: keras.Layer, role: str, part: Part) -> None:
+def attach(layer: keras.Layer, role: str, part: Wrappers) -> None:
     """Attaches a part to a layer, in place of the one that had the role."""
     restore(layer, {**by_role(layer), role: part})
 
@@ -269,7 +269,7 @@ def detach(layer: keras.Layer, role: str) -> None:
     restore(layer, {r: part for r, part in by_role(layer).items() if r != role})
 
 
-def restore(layer: keras.Layer, parts: Mapping[str, Part]) -> None:
+def restore(layer: keras.Layer, parts: Mapping[str, Wrappers]) -> None:
     """Attaches exactly these parts."""
     owner = layers.marks(layer).methods or _Owner(layer)
     owner.set(parts)
@@ -280,13 +280,13 @@ class _Owner:
     """Owns the wrapped methods of one layer."""
 
     def __init__(self, layer: keras.Layer) -> None:
-        self.parts: Mapping[str, Part] = {}
+        self.parts: Mapping[str, Wrappers] = {}
         self._layer = layer
         # The attributes on the layer now, and those that the user had set.
         self._installed: dict[str, Callable] = {}
         self._users: dict[str, Callable] = {}
 
-    def set(self, parts: Mapping[str, Part]) -> None:
+    def set(self, parts: Mapping[str, Wrappers]) -> None:
         self.parts = {role: parts[role] for role in _ROLES if role in parts}
         wanted = {name for part in parts.values() for name in part.wrappers}
         wanted |= {make for make, step in _COMPILED.items() if step in wanted}

@@ -1,13 +1,14 @@
 """Says how the running code is traced."""
 
 import contextlib
+import contextvars
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import keras
 
-from tfmix._keras import context_values, global_state, replacing
+from tfmix._keras import global_state, replacing
 
 # Errors that another dtype does not mend.
 NOT_OF_A_DTYPE: tuple[type[Exception], ...] = (RecursionError, MemoryError)
@@ -28,6 +29,8 @@ else:
 
 Function = TypeVar("Function", bound=Callable)
 
+# The platform that a step is only compiled for, or "".
+_platform = contextvars.ContextVar("tfmix_platform", default="")
 # `trace` returns this for code that is not traced.
 EAGER = "eager"
 
@@ -57,15 +60,20 @@ def in_graph_without_xla() -> bool:
     return not by_xla()
 
 
-def compiled_for(platform: str) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def compiled_for(platform: str) -> Iterator[None]:
     """Sets the platform that a block is traced for: "tpu", "cuda"."""
-    return context_values.holding(platform=platform)
+    token = _platform.set(platform)
+    try:
+        yield
+    finally:
+        _platform.reset(token)
 
 
 def for_tpu() -> bool:
     """Returns whether TensorFlow is known to trace for a TPU."""
     strategy = type(tf.distribute.get_strategy()).__name__
-    return context_values.block.get().platform == "tpu" or "TPU" in strategy
+    return _platform.get() == "tpu" or "TPU" in strategy
 
 
 def for_gpu(tensor: Any = None) -> bool:
@@ -74,7 +82,7 @@ def for_gpu(tensor: Any = None) -> bool:
     Args:
         tensor: An operand, which may lie on a CPU.
     """
-    platform = context_values.block.get().platform
+    platform = _platform.get()
     if platform:
         return platform == "cuda"
     if not tf.test.is_built_with_cuda():

@@ -28,6 +28,8 @@ from tfmix.policy import policy as policies
 # Marks an error that float32 did not fix, so that outer layers do not retry.
 _FINAL = "_tfmix_final"
 _FLOAT32 = policies.Policy("float32")
+# The dtypes of a user's code (`context_values.Block`).
+FLOAT32, SIXTEEN_BIT = "float32", "16 bit"
 
 
 def attach(layer: keras.Layer) -> None:
@@ -81,7 +83,7 @@ def assign_exactly(original: Callable, variable: Any, value: Any) -> Any:
     if not has_rules or global_state.on_shapes_only():
         return original(variable, value)
     value = exact_values.before_cast(value)
-    may_fall_back = context_values.block.get().may_fall_back
+    may_fall_back = context_values.block.get().users_code == SIXTEEN_BIT
     if may_fall_back and not exact_values.is_exact(value):
         raise TypeError(
             f"16-bit numbers are assigned to the variable {variable.path!r}, "
@@ -111,7 +113,7 @@ class _Fallback:
         return policy is not None and policy is layers.own_policy(self._layer)
 
     def run(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        to_float32_code = context_values.block.get().is_float32_code
+        to_float32_code = context_values.block.get().users_code == FLOAT32
         mode = kwargs.get("training") is True
         is_new = mode not in self._proven and not self.is_float32()
         if is_new and _would_last(self._layer):
@@ -159,17 +161,13 @@ class _Fallback:
 
         Keras's own layers keep a 16-bit state, such as that of an RNN.
         """
-        outside = context_values.block.get()
-        may_fall_back = self._is_users and _may_change(self._layer)
-        is_float32_code = self._is_float32_code()
-        if (may_fall_back, is_float32_code) == (
-            outside.may_fall_back,
-            outside.is_float32_code,
-        ):
-            return contextlib.nullcontext()
-        return context_values.holding(
-            may_fall_back=may_fall_back, is_float32_code=is_float32_code
-        )
+        code = ""
+        if self._is_users and self._layer.compute_dtype == "float32":
+            # If it fell back before it was saved, it computes as before.
+            code = FLOAT32
+        elif self._is_users and _may_change(self._layer):
+            code = SIXTEEN_BIT
+        return context_values.holding(users_code=code)
 
     def _returns_16_bit(self) -> bool:
         """Returns whether what wide ops return to the layer's code is rounded.
@@ -191,13 +189,6 @@ class _Fallback:
             value, self._layer.compute_dtype
         )
 
-    def _is_float32_code(self) -> bool:
-        """Returns whether it is a user's layer that computes in float32.
-
-        If it fell back before it was saved, its code then computes as before.
-        """
-        return self._is_users and self._layer.compute_dtype == "float32"
-
     def _fall_back(self, error: Exception, undo: contextlib.ExitStack) -> None:
         """Makes the layer float32, and the cells inside."""
         self.why = _cause(error)
@@ -212,7 +203,7 @@ class _Fallback:
         with (
             variables.autocast("float32"),
             # Layers that it creates are float32, too.
-            context_values.holding(policy=_FLOAT32, is_float32_code=True),
+            context_values.holding(policy=_FLOAT32, users_code=FLOAT32),
         ):
             return original(*args, **kwargs)
 

@@ -50,7 +50,7 @@ def decide_by(decide: _Decide) -> None:
     _decide = decide
 
 
-def asked(policy: Any, for_all: bool = False) -> keras.DTypePolicy:
+def resolve_policy(policy: Any, for_all: bool = False) -> keras.DTypePolicy:
     """Returns the policy that a user gets for a request."""
     accepted = accept(policy)
     return _decide(accepted, for_all) if _decide else accepted
@@ -82,7 +82,7 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
         >>> set_global_policy("float32")
     """
     global _base
-    accepted = asked(policy, for_all=True)
+    accepted = resolve_policy(policy, for_all=True)
     with _lock:
         if (scope := _own_scope()) is not None:
             scope.replace(accepted)
@@ -140,7 +140,7 @@ class policy_scope(contextlib.ContextDecorator):
     """
 
     def __init__(self, policy: str | keras.DTypePolicy) -> None:
-        self._policy = asked(policy)
+        self._policy = resolve_policy(policy)
         self._entered: list[_Scope] = []
 
     def __enter__(self) -> keras.DTypePolicy:
@@ -308,7 +308,7 @@ def _replaced_by_keras(policy: keras.DTypePolicy) -> bool:
     policy = _with_rules(policy)
     if choice.went_back(policy):
         return True
-    accepted = asked(policy, for_all=True)
+    accepted = resolve_policy(policy, for_all=True)
     if not choice.went_back(accepted):
         choice.policies.append(accepted)
         _messages.warn_once(

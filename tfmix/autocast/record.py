@@ -183,10 +183,10 @@ class _MixedModel:
         if self._calls.parts:
             run = functools.partial(heads.run_graph, self._model)
             self._wrap(**{graphs.RUN_GRAPH: run})
-        to_float32_code = context_values.block.get().is_float32_code
-        with context_values.holding(is_float32_code=False):
+        code = context_values.block.get().users_code
+        with context_values.holding(users_code=""):
             outputs = self._calls.run(*args, **kwargs)
-        if to_float32_code:
+        if code == fallback.FLOAT32:
             wide = exact_values.to_float32_with_notes
             return tensors.map_leaves(outputs, wide)
         return outputs
@@ -251,7 +251,7 @@ class _MixedModel:
 
     def _train_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         given = self._place(args, kwargs)
-        with context_values.holding(place_of_step=given, in_fit=True):
+        with context_values.holding(place_of_step=given):
             return self._users_code(original, *args, **kwargs)
 
     def _users_code(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -259,7 +259,7 @@ class _MixedModel:
 
         A user's own step may combine their results with float32.
         """
-        with context_values.holding(is_float32_code=True):
+        with context_values.holding(users_code=fallback.FLOAT32):
             return self._under_rules(original, *args, **kwargs)
 
     def _place(self, args: tuple, kwargs: dict) -> Any:

@@ -200,7 +200,7 @@ def apply_policy(
         >>> model.layers[0].compute_dtype
         'float32'
     """
-    accepted = global_policy.asked(policy)
+    accepted = global_policy.resolve_policy(policy)
     _arguments.model(model)
     return _convert(model, accepted)[0]
 
@@ -367,7 +367,7 @@ def convert_model(
         >>> model.layers[0].compute_dtype
         'float32'
     """
-    accepted = global_policy.asked(policy)
+    accepted = global_policy.resolve_policy(policy)
     _arguments.model(model)
     with _progress.shown(f"Converting {model.name} to {accepted.name}"):
         twin, *_ = converted_copy(model, accepted)
@@ -422,7 +422,7 @@ def prepare(
                 f"level={level!r}. Pass it to the Policy instead."
             )
         level = policies.Policy(level, keep_batchnorm_fp32=keep_batchnorm_fp32)
-    accepted = global_policy.asked(level)
+    accepted = global_policy.resolve_policy(level)
     _arguments.model(model)
     instance = keras.optimizers.get(optimizer)
     if layer_changes.casts(planned_policies.plan(model, accepted)):

@@ -137,7 +137,7 @@ def _jit(original: Callable) -> Callable:
     return jit
 
 
-def ask(tell: Callable[[Any], Any], values: Any) -> None:
+def report_later(tell: Callable[[Any], Any], values: Any) -> None:
     """Hands a function the values of tensors of a compiled function (JAX).
 
     The outermost compiled function returns them as well, so nothing waits for
@@ -189,7 +189,7 @@ class Jitted:
         for key, values in answers.items():
             # Inside another compiled function the values are not known yet.
             is_inside = any(map(tracing.is_symbolic, values))
-            (ask if is_inside else _tell)(_tells[key], values)
+            (report_later if is_inside else _tell)(_tells[key], values)
         return outputs
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:

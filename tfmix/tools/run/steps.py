@@ -295,7 +295,7 @@ class Steps:
     def watch(self) -> None:
         """Watches every step from now on."""
         compiled_calls.listen(self._called)
-        bare_optimizers.ask(compiled_calls.ask)
+        bare_optimizers.set_sink(compiled_calls.report_later)
         places = {
             (owner, "apply"): self._applying for owner in optimizers.appliers()
         }
