@@ -177,8 +177,9 @@ GIVEN = {
     # Keras compiles alone after "float32" was set, so a copy has no record.
     "compiled(copy_without_watch())": ("Adam", False),
     "helpers.reloaded(trained(under('float32')))": ("Adam", False),
+    # A warning says how to keep the factor.
     "under(F16, sequential, optimizers.SGD(loss_scale_factor=64.0))": (
-        "Fixed 64 SGD",
+        "Dynamic 32768 SGD",
         True,
     ),
     "under(F16, sequential, tfmix.LossScaleOptimizer('sgd', 8.0))": (
