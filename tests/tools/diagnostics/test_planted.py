@@ -4,7 +4,7 @@ import keras
 import pytest
 
 from tests.tools.diagnostics import faults
-from tfmix._keras import compile_method
+from tfmix._keras import replacing
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.tools.callbacks import numerics_monitor
 from tfmix.tools.diagnostics import check
@@ -57,7 +57,7 @@ def test_the_suggested_policy_has_no_fault(kind):
 @pytest.mark.parametrize(("kind", "seed"), draws(1, QUICK[:1]))
 def test_the_monitor_names_the_layer_on_the_first_step(kind, seed):
     # Otherwise `compile` would give the model what prevents some of them.
-    compile_method.stop_watching()
+    replacing.want(replacing.COMPILE, False)
     case = faults.plant(kind, seed)
     optimizer = scaling.LossScaleOptimizer(keras.optimizers.SGD(1e-6))
     case.model.compile(optimizer, case.loss, jit_compile=ON_JAX)
