@@ -249,7 +249,8 @@ def test_products_have_every_derivative():
 
     from tfmix.ops import contraction, jax_products
 
-    axes = contraction.of_einsum("abc,dcb->ad", (3, 3), 1)
+    shapes = (2, 3, 4), (5, 4, 3)
+    axes = contraction.of_op("einsum", ["abc,dcb->ad"], {}, shapes, 1)
     x = jnp.asarray(normal(2, 3, 4), "float16")
     w = jnp.asarray(normal(5, 4, 3))
 
@@ -257,7 +258,7 @@ def test_products_have_every_derivative():
         return jnp.einsum("abc,dcb->ad", x, w)
 
     def product(x, w):
-        return jax_products.contracted(exact, x, w, axes)
+        return jax_products.contracted(exact, x, w, None, axes)
 
     def loss(function):
         return lambda x, w: jnp.sum(jnp.sin(function(x, w).astype("float32")))

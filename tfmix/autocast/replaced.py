@@ -23,11 +23,12 @@ from tfmix._keras import (
 from tfmix._keras import variables as keras_variables
 from tfmix.autocast import bare_optimizers, fallback
 from tfmix.ops import (
+    apply,
     attention,
     exact_values,
     recomputation,
     stand_ins,
-    weights,
+    ways,
 )
 from tfmix.ops.stand_ins import Method, late
 from tfmix.optimizers import sixteen_bit_optimizer
@@ -61,11 +62,11 @@ METHODS = (
     # It makes a copy of a variable that knows its float32 source.
     Method(
         [keras_variables.AUTOCAST],
-        functools.partial(keras_variables.reading, copied=weights.copied),
+        apply.noting_weights,
         always=True,
     ),
     # A loop would keep float32 sums of all its steps.
-    Method(layers.LOOPS, weights.loop),
+    Method(layers.LOOPS, ways.in_time_steps),
     # A layer's state is what float32 computes.
     Method(
         [keras_variables.ASSIGN],
