@@ -235,7 +235,7 @@ def restored_global_state(monkeypatch):
     import keras
 
     import tfmix
-    from tfmix._keras import compile_method
+    from tfmix._keras import replacing
 
     floatx, keras_policy = keras.config.floatx(), keras.config.dtype_policy()
     tfmix_policy = tfmix.global_policy()
@@ -250,7 +250,7 @@ def restored_global_state(monkeypatch):
     keras.config.set_dtype_policy(keras_policy)
     keras.config.set_floatx(floatx)
     # The import of tfmix does this, too.
-    compile_method.watch()
+    replacing.want(replacing.COMPILE, True)
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from keras import layers
 
 import tfmix
 from tests import helpers
-from tfmix._keras import compile_method
+from tfmix._keras import replacing
 
 pytestmark = helpers.requires_backend("jax")
 
@@ -21,7 +21,7 @@ Y = X[:, :1]
 
 
 def by_keras(policy):
-    compile_method.stop_watching()
+    replacing.want(replacing.COMPILE, False)
     keras.mixed_precision.set_dtype_policy(policy)
 
 

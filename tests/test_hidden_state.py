@@ -24,13 +24,41 @@ def listed():
     }
 
 
-def test_there_is_one_context_variable():
+def test_each_context_variable_has_its_mechanism():
     found = [
         path.name
         for path, text in SOURCES.items()
         for _ in re.findall(r"ContextVar\(", text)
     ]
-    assert found == ["context_values.py"]
+    assert sorted(found) == [
+        # The settings of the code that a call runs.
+        "context_values.py",
+        # The watch of the `fit` around.
+        "skip_report.py",
+        # The platform that `compile_for` compiles for.
+        "tracing.py",
+    ]
+
+
+def test_each_weak_collection_of_the_core_has_its_reason():
+    weak = [
+        path.name
+        for path, text in SOURCES.items()
+        for _ in re.findall(r"= weakref\.Weak|^ +weakref\.Weak", text, re.M)
+        if "tools" not in path.parts
+    ]
+    assert sorted(weak) == [
+        # Counts of optimizers that nothing wraps; those that are left alone.
+        *["bare_optimizers.py"] * 2,
+        # The checkpoints that a wrapper is restored from.
+        "files.py",
+        # The conversions that `undo` takes back.
+        "layer_changes.py",
+        # The models that scale their gradients.
+        "model_call.py",
+        # Who moves a model's place, and the places.
+        *["placing.py"] * 2,
+    ]
 
 
 def test_the_page_lists_each_mark():

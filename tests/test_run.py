@@ -611,7 +611,7 @@ def test_a_loop_is_counted_and_explained(tmp_path):
 
 # A call of a compiled function, which `tfmix run` watches, costs this.
 COSTS = """
-from tfmix._keras import compiled_calls
+from tfmix.tools.run import compiled_calls
 
 def call():
     pass

@@ -7,7 +7,7 @@ from keras import layers, optimizers
 
 import tfmix
 from tests import helpers
-from tfmix._keras import compile_method, context_values
+from tfmix._keras import context_values, replacing
 from tfmix.autocast import record as mixed_model
 from tfmix.ops import stand_ins
 from tfmix.policy import policy as policies
@@ -177,8 +177,9 @@ GIVEN = {
     # Keras compiles alone after "float32" was set, so a copy has no record.
     "compiled(copy_without_watch())": ("Adam", False),
     "helpers.reloaded(trained(under('float32')))": ("Adam", False),
+    # A warning says how to keep the factor.
     "under(F16, sequential, optimizers.SGD(loss_scale_factor=64.0))": (
-        "Fixed 64 SGD",
+        "Dynamic 32768 SGD",
         True,
     ),
     "under(F16, sequential, tfmix.LossScaleOptimizer('sgd', 8.0))": (
@@ -369,7 +370,7 @@ def test_a_loaded_model_continues_bit_for_bit_under_any_policy(
     tfmix.set_global_policy(loaded_under)
     # A new process begins with "float32" and, unlike one that has set it, with
     # `compile` replaced.
-    compile_method.watch()
+    replacing.want(replacing.COMPILE, True)
     loaded = helpers.reloaded(model)
     assert described(loaded.optimizer) == (SCALED if scaled else "Adam")
     for one, other in zip(loaded.layers, model.layers, strict=True):

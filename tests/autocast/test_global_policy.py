@@ -360,19 +360,18 @@ def test_without_libtpu_jax_is_not_asked_for_a_tpu(monkeypatch):
     state.set_global_policy("mixed_float16")
 
 
-def test_scopes_of_a_thread_may_end_in_any_order():
+def test_a_scope_that_ends_before_one_inside_it_is_refused():
     first, second = map(state.policy_scope, ["mixed_float16", "float32"])
     first.__enter__()
     second.__enter__()
-    first.__exit__(None, None, None)
-    assert (new_layer_policy(), context_values.active_rules()) == (
-        "float32",
-        set(),
-    )
-    second.__exit__(None, None, None)
+    with pytest.raises(RuntimeError, match="opened inside it"):
+        first.__exit__()
+    assert in_thread(lambda: pytest.raises(RuntimeError, second.__exit__))
+    assert new_layer_policy() == "float32"
+    second.__exit__()
+    assert new_layer_policy() == "mixed_float16"
+    first.__exit__()
     assert context_values.active_rules() == set()
-    state.set_global_policy("mixed_bfloat16")
-    assert policies.SIXTEEN_BIT in context_values.active_rules()
 
 
 def test_a_decorated_function_runs_in_several_threads_at_a_time():

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from tfmix._keras import compile_method
+from tfmix._keras import replacing
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.tools.callbacks import loss_scale_monitor, numerics_monitor
 from tfmix.tools.diagnostics import check, missing_scaler
@@ -19,7 +19,7 @@ JIT = keras.backend.backend() == "jax"
 @pytest.fixture(autouse=True)
 def compiled_by_keras_alone():
     """Switches off what `import tfmix` does."""
-    compile_method.stop_watching()
+    replacing.want(replacing.COMPILE, False)
 
 
 def build(dtype="mixed_float16", optimizer="sgd", **settings):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tests.diagnostics import faults
-from tfmix._keras import compile_method
+from tfmix._keras import replacing
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.tools.callbacks import numerics_monitor
 from tfmix.tools.diagnostics import check
@@ -78,7 +78,7 @@ UNDER_XLA = [
 @pytest.mark.parametrize(("kind", "seed", "jit"), [*OP_BY_OP, *UNDER_XLA])
 def test_the_monitor_names_the_layer_on_the_first_step(kind, seed, jit):
     # Otherwise `compile` would give the model what prevents some of them.
-    compile_method.stop_watching()
+    replacing.want(replacing.COMPILE, False)
     case = faults.plant(kind, seed)
     optimizer = scaling.LossScaleOptimizer(keras.optimizers.SGD(1e-6))
     case.model.compile(optimizer, case.loss, jit_compile=jit)

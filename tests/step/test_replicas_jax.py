@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tests import helpers
-from tfmix._keras import compile_method
+from tfmix._keras import replacing
 from tfmix.loss_scaling import optimizer as optimizers
 from tfmix.step import guard as guards
 
@@ -21,7 +21,7 @@ def test_the_dtype_of_a_sum_that_the_compiler_places_cannot_be_chosen():
 @pytest.fixture
 def eight_devices():
     # The optimizer scales the loss of a model that has no record.
-    compile_method.stop_watching()
+    replacing.want(replacing.COMPILE, False)
     devices = keras.distribution.list_devices("cpu")
     assert len(devices) == 8
     keras.distribution.set_distribution(

@@ -423,13 +423,11 @@ def stored(variable: Any) -> Any:
     return variable if on_jax else backend_variable(variable)
 
 
-def unwrap(value: Any) -> Any:
-    """Returns the value of a `tf.Variable`, and anything else unchanged."""
-    return value.value() if hasattr(value, "read_value") else value
-
-
 def read(variable: Any) -> Any:
-    """Returns a variable's current value, as a tensor that does not change."""
+    """Returns a variable's current value, as a tensor that does not change.
+
+    Anything else is returned unchanged.
+    """
     return _snapshot(backend_variable(variable))
 
 
@@ -444,7 +442,7 @@ def _snapshot(value: Any) -> Any:
     if isinstance(value, Float32View):
         return value.load()
     # `tf.convert_to_tensor` takes twice as long in eager mode.
-    return value.value()
+    return value.value() if hasattr(value, "read_value") else value
 
 
 def host_value(variable: Any) -> np.ndarray:
@@ -654,9 +652,3 @@ def place_of_value(variable: keras.Variable) -> tuple[dict, str, Any]:
 def has_value(variable: keras.Variable) -> bool:
     """Returns whether a variable has its first value."""
     return variable._value is not None
-
-
-def copied(variable: keras.Variable) -> Any:
-    """Returns a variable's value, which later assignments leave alone."""
-    value = variable._value
-    return tf.identity(value) if hasattr(value, "assign") else value

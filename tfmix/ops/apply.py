@@ -392,7 +392,7 @@ def noting_weights(original: Callable) -> Callable:
         ):
             return original(self, value)
         # The variable is read once, as the tensor that is then copied.
-        weight = keras_variables.unwrap(value)
+        weight = keras_variables.read(value)
         copy = kernels.cast(weight, self.dtype)
         return exact_values.weight_copy(weight, copy)
 

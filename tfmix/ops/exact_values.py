@@ -143,7 +143,7 @@ def before_cast(x: Any) -> Any:
 
 def remember(original: Callable, x: Any, autocast: bool, dtype: str) -> Any:
     """Notes on what a layer casts what it was before."""
-    x = keras_variables.unwrap(x)
+    x = keras_variables.read(x)
     tensor = original(x, False, dtype)
     converted = original(tensor, autocast, dtype)
     if converted is not tensor:

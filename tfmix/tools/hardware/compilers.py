@@ -1,8 +1,6 @@
 """Runs XLA's compilers for accelerators that are not attached.
 
-The compilers come from the accelerators' wheels. Only this file compiles with
-private names of jaxlib; they were checked on jax 0.10.2 with libtpu 0.0.52 and
-the CUDA 12 plugin.
+The compilers come from the accelerators' wheels.
 """
 
 import contextlib
@@ -16,7 +14,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import tracing
+from tfmix._keras import tracing, xla_compilers
 from tfmix.tools.hardware import target as targets
 
 _CUDA = "jax_plugins.xla_cuda12"
@@ -126,9 +124,8 @@ def devices(target: targets.Target, count: int) -> list[Any]:
 def _start_jax() -> None:
     """Starts JAX; without a GPU or TPU if TensorFlow uses it."""
     import jax
-    from jax._src import xla_bridge
 
-    chosen = jax.config.jax_platforms or xla_bridge.backends_are_initialized()
+    chosen = jax.config.jax_platforms or xla_compilers.are_started()
     if keras.backend.backend() != "jax" and not chosen:
         jax.config.update("jax_platforms", "cpu")
     jax.local_devices(backend="cpu")
@@ -140,9 +137,7 @@ def _register_cuda() -> None:
     Without `JAX_PLATFORMS=cpu`, JAX does not register it on a machine that
     lacks any of the libraries for running programs.
     """
-    from jax._src import xla_bridge
-
-    if "cuda" not in xla_bridge._topology_factories:
+    if not xla_compilers.is_registered("cuda"):
         os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
         importlib.import_module(_CUDA).initialize()
 
@@ -165,24 +160,13 @@ def compile_jax(lowered: Any) -> Compiled:
 
 def compile_tensorflow(function: Any, arguments: Any, device: Any) -> Compiled:
     """Compiles a `tf.function(jit_compile=True)` for one device."""
-    from jax._src import compiler
-    from jax._src.interpreters import mlir
-    from jaxlib import _hlo, _jax, xla_client
-    from jaxlib.mlir import ir
-
     with traced_for(device):
         lowered = function.experimental_get_compiler_ir(*arguments)
         serialized = lowered(stage="hlo_serialized")
-    computation = _hlo.XlaComputation(serialized)
-    text = xla_client._xla.mlir.xla_computation_to_mlir_module(computation)
-    module = ir.Module.parse(in_stablehlo(text), mlir.make_ir_context())
+    text = in_stablehlo(xla_compilers.mlir_of(serialized))
 
     def compile_with(flags: dict[str, Any]) -> Any:
-        settings = compiler.get_compile_options(
-            num_replicas=1, num_partitions=1, env_options_overrides=flags
-        )
-        devices = _jax.DeviceList((device,))
-        return device.client.compile(module, devices, settings)
+        return xla_compilers.compile_mlir(text, device, flags)
 
     executable = _compile_with_fallback(compile_with)
     (optimized,) = executable.hlo_modules()

@@ -11,9 +11,9 @@ import keras
 
 from tfmix import _arguments, _progress
 from tfmix._keras import (
-    compile_method,
     layers,
     optimizers,
+    training,
 )
 from tfmix.autocast import compile as compiling
 from tfmix.autocast import global_policy
@@ -199,7 +199,7 @@ def _compile_copy(
     elif optimizer is not None:
         level = accepted and policies.with_rules(accepted).level
         wrapped = compiling.choose(optimizer, twin, level)
-        compile_method.adopt_optimizer(twin, wrapped, wrapped)
+        training.adopt_optimizer(twin, wrapped, wrapped)
     return twin
 
 

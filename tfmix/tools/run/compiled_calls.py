@@ -21,7 +21,6 @@ if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 else:
     import jax
-    from keras.src.backend.jax import trainer
 
 # A listener gets the function, the notes of its trace, the time at which the
 # call began, and what it returned.
@@ -47,8 +46,7 @@ def listen(listener: Listener) -> None:
         function = type(tf.function(lambda: None))
         places[function, "__call__"] = _tensorflows_call
     else:
-        # The trainer imported its own reference when Keras was imported.
-        places |= {(jax, "jit"): _jit, (trainer, "jit"): _jit}
+        places |= dict.fromkeys(tracing.JIT, _jit)
     _replacements.set(places)
 
 
@@ -139,7 +137,7 @@ def _jit(original: Callable) -> Callable:
     return jit
 
 
-def ask(tell: Callable[[Any], Any], values: Any) -> None:
+def report_later(tell: Callable[[Any], Any], values: Any) -> None:
     """Hands a function the values of tensors of a compiled function (JAX).
 
     The outermost compiled function returns them as well, so nothing waits for
@@ -183,6 +181,7 @@ class Jitted:
         self._jitted, self._asked = jitted, asked
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function, and reports that."""
         return _called(self, self._call, args, kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
@@ -190,7 +189,7 @@ class Jitted:
         for key, values in answers.items():
             # Inside another compiled function the values are not known yet.
             is_inside = any(map(tracing.is_symbolic, values))
-            (ask if is_inside else _tell)(_tells[key], values)
+            (report_later if is_inside else _tell)(_tells[key], values)
         return outputs
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -200,9 +199,11 @@ class Jitted:
 
     # `jax.export` recognizes a jitted function by these two methods.
     def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """Traces the function itself, without answers."""
         return self._jitted.trace(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """Lowers the function itself, without answers."""
         return self._jitted.lower(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

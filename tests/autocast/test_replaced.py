@@ -1,7 +1,7 @@
-"""What is replaced in Keras for the process is counted and restored.
+"""The list names exactly what is replaced, and `"float32"` restores it.
 
-The registry lists what tfmix has replaced. The comparison checks every
-attribute of every module and class of Keras without it.
+The comparison looks at every attribute of every module and class of Keras,
+TensorFlow and JAX, and knows nothing of the list.
 """
 
 import inspect
@@ -16,53 +16,37 @@ import tfmix
 from tests import processes
 from tests.autocast import replaced_names
 from tests.tree import ROOT
-from tfmix._keras import (
-    compile_method,
-    custom_vjp,
-    global_state,
-    op_places,
-    replacing,
-    tapes,
-    training,
-)
+from tfmix._keras import global_state, op_places, replacing
 from tfmix.autocast import global_policy, replaced
 from tfmix.ops import stand_ins
 from tfmix.optimizers import sixteen_bit_optimizer
-
-
-def registered():
-    """Returns `owner.attribute` for all registered replacements."""
-    return sorted(
-        replaced_names.label(*place) for place in replacing.replaced()
-    )
+from tfmix.policy import policy as policies
 
 
 class Comparison:
-    """Remembers Keras's attributes, and those of a few more owners.
+    """Remembers the functions, classes and modules of Keras and its backend.
 
-    tfmix's own wrappers have an `apply` beside that of Keras's optimizers.
-    So have custom gradients, the traces of functions, and tensors' operators.
+    An optimizer of tfmix's has an `apply` beside that of Keras's optimizers.
     """
 
     def __init__(self):
         wrapper = sixteen_bit_optimizer.SixteenBitOptimizer
-        beside = dict.fromkeys(
-            owner
-            for owner, _ in (
-                *custom_vjp.PLACES,
-                *tapes.CUSTOM,
-                *tapes.GRADIENTS,
-                *tapes.TRACE,
-                *op_places.OPERATORS,
-            )
-        )
-        self._owners = [*replaced_names.owners(), wrapper, *beside]
+        self._owners = replaced_names.owners(wrapper)
         self._before = replaced_names.snapshot(self._owners)
 
     def changed(self):
-        """Returns `owner.attribute` for all that has changed."""
-        now = replaced_names.snapshot(self._owners)
-        return replaced_names.changed(self._before, now)
+        """Returns the labels of all places that have changed."""
+        return labels(replaced_names.changed(self._before, self._owners))
+
+
+def labels(places):
+    return sorted(replaced_names.label(*place) for place in places)
+
+
+def listed(rules):
+    """Returns the labels of all places on the list."""
+    groups = replaced.COMPILE, replaced.LAYERS, replaced.OPS
+    return labels(p for g in groups for p in replaced.reasons(g, rules))
 
 
 @pytest.fixture
@@ -80,23 +64,31 @@ def train():
     model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
 
 
-def test_the_guide_says_how_many_names_are_replaced(comparison):
-    tfmix.set_global_policy("mixed_float16")
+@pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16", "O1"])
+def test_what_differs_from_plain_keras_is_on_the_list(comparison, policy):
+    tfmix.set_global_policy(policy)
     train()
+    names = listed(stand_ins.installed())
+    assert comparison.changed() == names
+    # What `tfmix.environment` prints.
+    assert labels(replacing.replaced()) == names
+    tfmix.set_global_policy("float32")
+    assert not comparison.changed()
+    assert not replacing.replaced()
+
+
+def test_the_guide_says_how_many_names_are_replaced():
     page = (ROOT / "docs/how-it-works.md").read_text("utf-8")
     counts = re.search(r"(\d+) under TensorFlow, (\d+) under\s+JAX", page)
     of_backend = dict(zip(["tensorflow", "jax"], counts.groups(), strict=True))
-    # `import tfmix` has replaced `compile` before.
-    expected = int(of_backend[keras.backend.backend()])
-    assert len(registered()) == expected, "\n".join(comparison.changed())
+    rules = policies.rules_of(policies.Policy("mixed_float16"))
+    names = listed(rules)
+    assert len(names) == int(of_backend[keras.backend.backend()]), names
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16", "O1"])
-def test_the_registry_lists_exactly_what_is_replaced(comparison, policy):
-    tfmix.set_global_policy(policy)
-    assert registered()
-    assert registered() == comparison.changed()
+def test_each_entry_says_why(comparison):
+    for entry in replaced.LIST:
+        assert entry.why.endswith("."), entry
 
 
 @pytest.mark.costly
@@ -106,19 +98,22 @@ def test_float32_leaves_nothing_replaced(comparison):
         train()
         with tfmix.policy_scope("O2"):
             train()
-    assert registered()
+    assert replacing.replaced()
     tfmix.set_global_policy("float32")
     assert comparison.changed() == []
-    assert registered() == []
+    assert not replacing.replaced()
 
 
 @pytest.mark.costly
-def test_a_replacement_that_is_not_registered_is_found(comparison, monkeypatch):
+def test_a_replacement_that_is_not_on_the_list_is_found(
+    comparison, monkeypatch
+):
     tfmix.set_global_policy("mixed_float16")
     numpy = sys.modules[op_places.BACKEND_OPS.numpy.__name__]
     monkeypatch.setattr(numpy, "sin", lambda x: x)
-    monkeypatch.setattr(keras.layers.Dense, "tfmix", 1, raising=False)
-    assert len(set(comparison.changed()) - set(registered())) == 2
+    monkeypatch.setattr(keras.layers.Dense, "tfmix", print, raising=False)
+    names = listed(stand_ins.installed())
+    assert len(set(comparison.changed()) - set(names)) == 2
 
 
 def test_float32_from_the_start_touches_nothing():
@@ -133,10 +128,10 @@ def test_float32_from_the_start_touches_nothing():
 
 def test_two_policies_one_after_the_other_hook_once():
     global_policy.set_global_policy("mixed_float16")
-    places = global_policy._hooks.places()
+    places = replacing.replaced()
     hooked = keras.Layer.__init__
     global_policy.set_global_policy("mixed_bfloat16")
-    assert global_policy._hooks.places() == places
+    assert replacing.replaced() == places
     assert keras.Layer.__init__ is hooked
 
 
@@ -170,39 +165,37 @@ def test_a_keras_without_a_replaced_name_is_left_alone_with_an_error(
     monkeypatch,
 ):
     owner, name = global_state.POLICY_STORE
-    original = getattr(owner, name)
+    original, before = getattr(owner, name), replacing.replaced()
     with monkeypatch.context() as patch:
-        patch.delattr(training.TRAINER, "compile")
-        patch.setattr(global_policy, "_hooks", replacing.Replacements())
-        with pytest.raises(RuntimeError, match="no 'compile'"):
-            global_policy._hook()
+        patch.delattr(keras.Layer, "__init__")
+        with pytest.raises(RuntimeError, match="no '__init__'"):
+            replacing.want(replacing.LAYERS, True)
     assert getattr(owner, name) is original
-    assert not global_policy.hooks_keras()
+    assert replacing.replaced() == before
 
 
-def test_a_scope_that_ends_in_an_error_leaves_only_the_watch(monkeypatch):
-    def fail():
+def test_a_scope_that_ends_in_an_error_leaves_only_compile(monkeypatch):
+    def fail(wanted):
         raise ZeroDivisionError
 
+    before = replacing.replaced()
+    assert [name for _, name in before] == ["compile"]
     with pytest.raises(KeyError), global_policy.policy_scope("O2"):
         raise KeyError
-    assert replacing.replaced() == [compile_method.PLACE]
+    assert replacing.replaced() == before
     with monkeypatch.context() as patch:
-        patch.setattr(global_policy, "_hook", fail)
+        patch.setattr(stand_ins, "install", fail)
         with pytest.raises(ZeroDivisionError):
             global_policy.policy_scope("O2").__enter__()
-    assert replacing.replaced() == [compile_method.PLACE]
+    # What ops need stays until the next policy is set.
+    tfmix.set_global_policy("float32")
+    assert replacing.replaced() == before
 
 
-def test_a_method_under_a_rule_is_made_when_it_is_called(monkeypatch):
+def test_a_replacement_is_made_when_it_is_called():
     made = []
-    noting = [
-        method._replace(make=made.append)
-        for method in replaced.METHODS
-        if not method.always
-    ]
-    monkeypatch.setattr(stand_ins, "_methods", noting)
-    global_policy.set_global_policy("mixed_float16")
+    ours = replacing.under("rule", made.append)(print)
+    assert ours() is None
     assert not made
 
 
@@ -242,7 +235,8 @@ def use(model, optimizer="adam"):
     return keras.saving.load_model("model.keras")
 
 def changed():
-    return replaced_names.changed(before, replaced_names.snapshot(owners))
+    places = replaced_names.changed(before, owners)
+    return sorted(replaced_names.label(*place) for place in places)
 
 def check():
     assert changed()

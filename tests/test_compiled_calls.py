@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests._keras.contracts import jax_only
-from tfmix._keras import compiled_calls
+from tfmix.tools.run import compiled_calls
 
 
 @jax_only
@@ -15,7 +15,7 @@ def test_it_is_copied_and_is_a_method_as_under_jax(copied):
     import jax
 
     def double(_, x):
-        compiled_calls.ask(told.append, (x + 1,))
+        compiled_calls.report_later(told.append, (x + 1,))
         return 2 * x
 
     told = []
