@@ -84,10 +84,7 @@ _ARITHMETIC = frozenset(
 )
 # The gradient of a weight in these is formed in float32 (`products`).
 _CONVOLUTIONS = frozenset(("conv", "depthwise_conv", "conv_transpose"))
-_WITH_WEIGHT = _CONVOLUTIONS | {
-    *("add", "subtract", "multiply", "inner"),
-    *("matmul", "dot", "tensordot", "einsum"),
-}
+_WITH_WEIGHT = _CONVOLUTIONS | contraction.OPS | {"add", "subtract", "multiply"}
 # An angle is rounded by a multiple of a turn where it is large. So these take
 # what code of a user has cast to 16 bit, which this note holds.
 _OF_ANGLES, _ANGLE = frozenset(("cos", "sin", "tan")), "_tfmix_angle"
@@ -554,40 +551,41 @@ def with_weights(call: Call) -> Any:
     name, place = call.op.name, call.weight_at()
     if name in _JOINS:
         return call.plain()
-    if place is None or name not in _WITH_WEIGHT or _block().in_map:
+    if place is None or _block().in_map:
         return rounded(call)
     is_asked = tapes.may_be_asked()
     if call.multiply is None and not is_asked:
         return call.plain()
     copy, inputs = call.tensors[place], call.tensors[1 - place]
-    function, weight = call.of_two(inputs, copy), exact_values.weight_of(copy)
-    if _ON_TENSORFLOW:
-        inputs, weight = tapes.local(inputs), tapes.local(weight)
-    axes = _axes(call, place)
+    weight, axes = exact_values.weight_of(copy), _axes(call, place)
     if call.multiply is not None and axes is not None:
         result = call.multiply(inputs, weight, axes)
         if result is not None:
             return result
     if not is_asked:
         return call.plain()
-    factors = function, inputs, weight, copy
+    factors = call.of_two(inputs, copy), inputs, weight, copy
     if name in ("add", "subtract"):
         sign = -1 if name == "subtract" and place == 1 else 1
         return products.added(*factors, sign)
     if name in _CONVOLUTIONS and place == 1:
         return products.convolved(*factors, _positions(call))
-    if axes is None:
+    if name == "multiply":
         return products.multiplied(*factors)
-    return products.contracted(*factors, axes)
+    if axes is not None:
+        return products.contracted(*factors, axes)
+    return rounded(call)
 
 
 def _axes(call: Call, weight_at: int) -> contraction.Contraction | None:
     """Returns the axes of a product of two matrices, else `None`."""
-    if len(call.tensors) != 2 or None in map(_rank, call.tensors):
+    if call.op.name not in contraction.OPS or len(call.tensors) != 2:
+        return None
+    if None in map(_rank, call.tensors):
         return None
     shapes = [tuple(tensor.shape) for tensor in call.tensors]
-    name, args, kwargs = call.op.name, call.args, call.kwargs
-    return contraction.of_op(name, args, kwargs, shapes, weight_at)
+    args, kwargs = call.args, call.kwargs
+    return contraction.of_op(call.op.name, args, kwargs, shapes, weight_at)
 
 
 def _positions(call: Call) -> Callable:

@@ -6,6 +6,8 @@ import string
 from collections.abc import Sequence
 
 _UNUSED = string.ascii_letters
+# The ops that multiply matrices.
+OPS = frozenset(("matmul", "dot", "inner", "tensordot", "einsum"))
 # The letters of both factors, and of the result.
 Letters = tuple[str, str, str]
 
@@ -107,7 +109,9 @@ def of_op(
         # Beyond two axes it keeps those of both factors, where `matmul` has
         # stacks.
         letters = _of_tensordot(ranks, (-1, -1 if ranks[1] == 1 else -2))
-    elif name == "matmul" and (min(ranks) < 3 or first[:-2] == second[:-2]):
+    elif name == "inner" and 0 not in ranks:
+        letters = _of_tensordot(ranks, (-1, -1))
+    elif name == "matmul" and _are_alike(first[:-2], second[:-2]):
         letters = _of_matmul(ranks)
     return None if letters is None else _in_order(*letters, weight_at)
 
@@ -116,15 +120,20 @@ def of_op(
 # is found once.
 @functools.cache
 def _of_matmul(ranks: tuple[int, int]) -> Letters | None:
-    rank = max(ranks)
-    if 0 in ranks or (ranks[0] != ranks[1] and min(ranks) > 2):
+    if 0 in ranks:
         return None
     # A matrix times a stack of matrices is repeated over the stack.
-    outer = _UNUSED[: rank - 2] if rank > 2 else ""
-    stacks = [outer if r > 2 else "" for r in ranks]
+    outer = _UNUSED[: max(max(ranks) - 2, 0)]
+    stacks = [outer[len(outer) - max(rank - 2, 0) :] for rank in ranks]
     row, column = "Y" * (ranks[0] > 1), "Z" * (ranks[1] > 1)
     left, right = stacks[0] + row + "X", stacks[1] + "X" + column
     return left, right, outer + row + column
+
+
+def _are_alike(first: Sequence, second: Sequence) -> bool:
+    """Returns whether no axis that both stacks have is repeated."""
+    pairs = zip(first[::-1], second[::-1], strict=False)
+    return all(one == other for one, other in pairs)
 
 
 def _of_tensordot(ranks: tuple[int, int], axes: int | Sequence) -> Letters:

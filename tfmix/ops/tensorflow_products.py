@@ -29,8 +29,9 @@ from tfmix.ops.contraction import Contraction
 
 # Computes a result from a tensor and a weight of the same dtype.
 Function = Callable[[Any, Any], Any]
-# Takes the incoming gradient and the 16-bit weight; returns the weight's.
-Gradient = Callable[[Any, Any], Any]
+# Takes the tensor, the incoming gradient and the 16-bit weight; returns the
+# gradient of the float32 weight.
+Gradient = Callable[[Any, Any, Any], Any]
 # A graph holds its divided factors under this name, and a gradient the tensor
 # and the power of two that it is the product of.
 _QUOTIENTS, _PARTS = "_tfmix_quotients", "_tfmix_parts"
@@ -46,7 +47,7 @@ def contracted(
 ) -> Any:
     """Computes a product of matrices, which sums `axes`."""
 
-    def of_weight(upstream: Any, _: Any) -> Any:
+    def of_weight(inputs: Any, upstream: Any, _: Any) -> Any:
         is_half = inputs.dtype == tf.float16
         # In a loop, XLA would write the float32 result and read it again in
         # every step.
@@ -73,7 +74,7 @@ def convolved(
     def multiplied(inputs: Any, upstream: Any, narrow: Any) -> Any:
         return _pulled(lambda w: function(inputs, w), narrow, upstream)
 
-    def of_weight(upstream: Any, narrow: Any) -> Any:
+    def of_weight(inputs: Any, upstream: Any, narrow: Any) -> Any:
         count = positions(_shape(inputs), _shape(upstream))
         factors = [inputs, upstream, narrow]
         # XLA divides in the kernel that computes the incoming gradient. The
@@ -85,11 +86,10 @@ def convolved(
 
 
 def multiplied(function: Function, inputs: Any, weight: Any, copy: Any) -> Any:
-    """Computes a product of numbers, or one without rules of its own."""
+    """Multiplies element by element."""
 
-    def of_weight(upstream: Any, _: Any) -> Any:
-        wide = _wide(inputs)
-        return _pulled(lambda w: function(wide, w), weight, _wide(upstream))
+    def of_weight(inputs: Any, upstream: Any, _: Any) -> Any:
+        return _of_term(_wide(inputs) * _wide(upstream), weight)
 
     return _with_gradient(function, inputs, weight, copy, of_weight)
 
@@ -99,7 +99,7 @@ def added(
 ) -> Any:
     """Computes a sum with a term, such as a bias, that has a sign."""
 
-    def of_weight(upstream: Any, narrow: Any) -> Any:
+    def of_weight(_: Any, upstream: Any, narrow: Any) -> Any:
         if _adds_rows(weight, upstream):
             total = _row_sum(upstream, narrow)
         else:
@@ -111,10 +111,16 @@ def added(
 
 def _of_term(upstream: Any, term: Any) -> Any:
     """Returns the gradient of a term of a sum that may have repeated it."""
-    more = upstream.shape.rank - term.shape.rank
-    axes = [more + n for n, size in enumerate(term.shape) if size == 1]
-    total = tf.reduce_sum(upstream, [*range(more), *axes])
-    return tf.reshape(total, term.shape)
+    axes: Any
+    if term.shape.is_fully_defined():
+        more = upstream.shape.rank - term.shape.rank
+        repeated = [more + n for n, size in enumerate(term.shape) if size == 1]
+        axes = [*range(more), *repeated]
+    else:
+        axes, _ = tf.raw_ops.BroadcastGradientArgs(
+            s0=tf.shape(term), s1=tf.shape(upstream)
+        )
+    return tf.reshape(tf.reduce_sum(upstream, axes), _shape(term))
 
 
 def _adds_rows(weight: Any, upstream: Any) -> bool:
@@ -225,12 +231,14 @@ def _with_gradient(
     """
     if tf.executing_eagerly() and not tapes.reach(weight):
         return function(inputs, copy)
+    # The gradient of a branch can only use what the branch has captured.
+    inputs, weight = tapes.local(inputs), tapes.local(weight)
     with tapes.unrecorded():
         narrow = tf.stop_gradient(copy)
     result = function(inputs, narrow)
 
     def of_all(upstream: Any) -> list:
-        total = tapes.shared(copy, of_weight(upstream, narrow))
+        total = tapes.shared(copy, of_weight(inputs, upstream, narrow))
         if not tapes.is_recorded():
             return [upstream, None, *total]
         # The gradient of this one needs to know the weight.
