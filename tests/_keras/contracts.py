@@ -88,8 +88,8 @@ FUNCTIONS = {
         "AutocastScope": "dtype",
         "get_autocast_scope": "",
     },
+    f"{COMMON}.variables.AutocastScope": {"maybe_cast": "self value"},
     f"{COMMON}.variables.Variable": {
-        "_maybe_autocast": "self value",
         "assign": "self value",
     },
     "keras.src.backend": {"compute_output_spec": "fn *args **kwargs"},

@@ -167,7 +167,8 @@ def test_an_einsum_that_is_one_product_keeps_its_axes(equation, inputs, kernel):
     # Small integers are exact in float8.
     x = rng.integers(-8, 9, inputs).astype("float32")
     w = rng.integers(-8, 9, kernel).astype("float32")
-    axes = contraction.of_einsum(equation, (x.ndim, w.ndim), weight_at=1)
+    shapes = x.shape, w.shape
+    axes = contraction.of_op("einsum", [equation], {}, shapes, weight_at=1)
     found = product.contracted(
         ops.cast(x, "bfloat16"), ops.convert_to_tensor(w), axes
     )
@@ -178,7 +179,8 @@ def test_an_einsum_that_is_one_product_keeps_its_axes(equation, inputs, kernel):
 @pytest.mark.parametrize("equation", ["ab,ab->ab", "ab,cb->a", "aab,bc->ac"])
 def test_an_einsum_that_is_not_a_matrix_product_is_left_out(equation):
     ranks = tuple(map(len, equation.split("->")[0].split(",")))
-    axes = contraction.of_einsum(equation, ranks, weight_at=1)
+    shapes = [(2,) * rank for rank in ranks]
+    axes = contraction.of_op("einsum", [equation], {}, shapes, weight_at=1)
     assert axes is None or axes.batch
 
 

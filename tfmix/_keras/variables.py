@@ -32,7 +32,7 @@ else:
 
 Variables = Sequence[keras.Variable]
 # It casts each variable that a layer reads.
-AUTOCAST = (backend_variables.Variable, "_maybe_autocast")
+AUTOCAST = (backend_variables.AutocastScope, "maybe_cast")
 # Layers write to their variables with this method.
 ASSIGN = (backend_variables.Variable, "assign")
 # These operations take a variable's handle and do not change the variable.
@@ -617,25 +617,6 @@ def narrow_dtype(variable: keras.Variable) -> str | None:
         return None
     is_cast = variable._autocast and variable._dtype == "float32"
     return scope.dtype if is_cast else None
-
-
-def reading(original: Callable, copied: Callable) -> Callable:
-    """Returns what reads a variable, by `copied` where a read casts it.
-
-    Args:
-        original: Keras's function of `AUTOCAST`.
-        copied: Takes this, a variable, its value and the 16-bit dtype; returns
-            the copy.
-    """
-
-    @functools.wraps(original)
-    def maybe_cast(self: Any, value: Any) -> Any:
-        dtype = narrow_dtype(self)
-        if dtype is None:
-            return original(self, value)
-        return copied(original, self, value, dtype)
-
-    return maybe_cast
 
 
 def assigning(original: Callable, exactly: Callable) -> Callable:

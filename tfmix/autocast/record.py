@@ -165,7 +165,6 @@ class _MixedModel:
 
     def ruled(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the policy's rules hold."""
-        stand_ins.keep(self._rules)
         return stand_ins.block(self._rules)
 
     def _call(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
