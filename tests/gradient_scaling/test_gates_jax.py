@@ -266,3 +266,10 @@ def test_a_gradient_that_is_not_finite_outside_leaves_as_nan(bad):
 def test_no_healthy_step_makes_a_nan_or_an_infinity(mode):
     with jax.debug_nans(True), jax.debug_infs(True):
         steps.compiled(jax.grad(loss_of("float16")), mode)(FIRST)
+
+
+def test_no_gate_keeps_what_jax_traced():
+    with jax.checking_leaks():
+        jax.jit(
+            lambda: DERIVATIVES["penalty_times_1e5"](result_of("float16"))
+        )()

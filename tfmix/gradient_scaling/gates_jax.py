@@ -15,6 +15,7 @@ import contextlib
 import functools
 import itertools
 import operator
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -36,25 +37,27 @@ _MANTISSA = 2**23 - 1
 class _Shared:
     """What the gates of one call know while a backward pass is traced.
 
+    JAX keeps it after that, so it must not hold tracers.
+
     Attributes:
-        entered: The token of the last pass that entered.
-        second: The token of the last second derivative that entered. Others
-            need the same power, because they meet inside.
+        entered: Returns the token of the last pass that entered.
+        second: Returns the token of the last second derivative that entered.
+            Others need the same power, because they meet inside.
     """
 
-    entered: Any = None
-    second: Any = None
+    def __init__(self) -> None:
+        self.entered: Callable[[], Any] = lambda: None
+        self.second: Callable[[], Any] = lambda: None
 
     def told(self, token: Any, arrays: Sequence) -> Any:
         """Returns the token of a second derivative that enters."""
-        if not isinstance(token, ad.Zero):
-            return token
-        known, shape = self.second, token.aval.shape
+        known = self.second()
         live = (x for x in arrays if not isinstance(x, ad.Zero))
         traces = {getattr(x, "_trace", None) for x in live}
-        if known is None or getattr(known, "_trace", None) not in traces:
+        is_known = known is not None and isinstance(token, ad.Zero)
+        if not is_known or getattr(known, "_trace", None) not in traces:
             return token
-        return jnp.broadcast_to(known.reshape(-1, 2)[0], shape)
+        return jnp.broadcast_to(known.reshape(-1, 2)[0], token.aval.shape)
 
 
 def is_reached(array: Any, others: Sequence) -> bool:
@@ -138,7 +141,7 @@ class Gates:
 
     def down(self) -> Any:
         """Returns what divides the gradients of the pass that is traced now."""
-        return lax.stop_gradient(_down(self._shared.entered))
+        return lax.stop_gradient(_down(self._shared.entered()))
 
 
 class _Gate(NamedTuple):
@@ -303,9 +306,9 @@ def _pulled(upstream: Sequence, *primals: Any, how: _Gate) -> list:
     other = how._replace(enters=enters, fresh=is_first, backwards=True, depth=0)
     passed, token = other.bind(arrays, (token, kept, place))
     if enters:
-        shared.entered = token
+        shared.entered = weakref.ref(token)
     if enters and not is_first:
-        shared.second = token
+        shared.second = weakref.ref(token)
     return [
         x if ad.is_undefined_primal(primal) else None
         for x, primal in zip(
