@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 import tfmix
-from tfmix._keras import compile_method
+from tfmix._keras import replacing
 
 _FLOAT8 = keras.layers.Dense, keras.layers.EinsumDense
 
@@ -181,5 +181,5 @@ def by_name(name: str) -> System:
     tfmix.set_global_policy("float32")
     if name != System.name:
         # The policy above switched off what `import tfmix` does.
-        compile_method.watch()
+        replacing.want(replacing.COMPILE, True)
     return _ALL[name]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from tests import sixteen_bit, steps
+from tests.optimizers import sixteen_bit
 from tfmix.optimizers import bfloat16_optimizer, noise
 
 COUNT = 100_000
@@ -47,15 +47,6 @@ def test_seed_step_and_stream_decide_and_nothing_else():
     np.testing.assert_array_equal(first, to_float64(rounded(value)))
     assert (first != to_float64(rounded(value, seed=4))).any()
     assert (first != to_float64(rounded(value, step=1))).any()
-
-
-@pytest.mark.costly
-def test_compiled_and_eager_rounding_agree():
-    value = 1.0 + STEP / 2
-    eager = to_float64(rounded(value))
-    for mode in steps.MODES[1:]:
-        found = steps.compiled(lambda: rounded(value), mode)()
-        np.testing.assert_array_equal(eager, to_float64(found))
 
 
 @pytest.mark.costly

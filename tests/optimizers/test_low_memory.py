@@ -9,7 +9,7 @@ import pytest
 
 import tfmix
 from tests import helpers, steps
-from tests.sixteen_bit import X, coded, fit, model_of
+from tests.optimizers.sixteen_bit import X, coded, fit, model_of
 from tfmix.optimizers import low_memory
 
 MASTERS = tfmix.optimizers.MasterWeightOptimizer
@@ -191,14 +191,6 @@ def test_state_that_weights_are_computed_from_is_not_rounded(name, slot):
     assert len(coded(optimizer)) == 1, f"{slot} is in 8 bits, or no state is"
 
 
-def test_a_model_named_like_embeddings_has_8_bit_state():
-    layers = [keras.Input((70,)), keras.layers.Dense(70)]
-    model = keras.Sequential(layers, name="embedding_net")
-    optimizer = low()
-    optimizer.build(model.trainable_variables)
-    assert len(coded(optimizer)) == 3
-
-
 def test_moments_that_depend_on_each_other_are_refused():
     # The variance is one moment minus the square of the other.
     inner = keras.optimizers.RMSprop(centered=True)
@@ -226,23 +218,6 @@ def test_a_class_with_an_update_of_its_own_is_refused():
     variables = [keras.Variable(np.zeros((64, 64)), dtype="float32")]
     with pytest.raises(ValueError, match="Only Keras's.*of type Falling"):
         low_memory.LowMemoryOptimizer(Falling(0.1)).build(variables)
-
-
-def test_an_empty_variable_is_ignored():
-    variables = [keras.Variable(np.zeros((2, 0, 3)), dtype="float32")]
-    optimizer = low(slot_dtype=[("", "int8")])
-    optimizer.build(variables)
-    optimizer.apply([keras.ops.ones((2, 0, 3))], variables)
-    assert not coded(optimizer)
-
-
-@pytest.mark.slow
-def test_a_conversion_keeps_8_bit_state():
-    model, twin = model_of(low()), model_of(MAKERS["adam"]())
-    for each in (model, twin):
-        fit(each, 1)
-        tfmix.apply_policy(each, "mixed_bfloat16")
-    np.testing.assert_allclose(fit(model, 2), fit(twin, 2), rtol=0.05)
 
 
 @pytest.mark.costly

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from keras import ops
 
-from tests import helpers, sixteen_bit
+from tests import helpers
+from tests.optimizers import sixteen_bit
 from tfmix.optimizers import bfloat16_optimizer, flat, master_weights
 
 JAX = keras.backend.backend() == "jax"

@@ -9,8 +9,9 @@ import pytest
 from keras import ops
 
 import tfmix
-from tests import helpers, sixteen_bit, steps
-from tests.sixteen_bit import bits_of
+from tests import helpers, steps
+from tests.optimizers import sixteen_bit
+from tests.optimizers.sixteen_bit import bits_of
 from tfmix.optimizers import bfloat16_optimizer, low_memory, master_weights
 
 TENSORFLOW = helpers.requires_backend("tensorflow")
@@ -101,23 +102,6 @@ def test_the_config_holds_every_setting(optimizer):
     assert again.get_config() == optimizer.get_config()
 
 
-@pytest.mark.parametrize(
-    ("make", "setting", "value"),
-    [
-        (bfloat16_optimizer.BFloat16Optimizer, "seed", 5),
-        (Masters, "flat", True),
-    ],
-)
-def test_an_inner_setting_of_the_same_name_does_not_change(
-    make, setting, value
-):
-    inner = keras.optimizers.SGD()
-    setattr(inner, setting, "theirs")
-    optimizer = make(inner, **{setting: value})
-    assert getattr(inner, setting) == "theirs"
-    assert optimizer.get_config()[setting] == value
-
-
 def test_settings_read_and_set_through_two_wrappers():
     adam = keras.optimizers.Adam(0.5, beta_1=0.75)
     optimizer = tfmix.LossScaleOptimizer(Masters(adam))
@@ -129,15 +113,6 @@ def test_settings_read_and_set_through_two_wrappers():
     assert optimizer.inner_optimizer.weight_decay == 0.25
     with pytest.raises(AttributeError, match="no_such"):
         _ = optimizer.no_such_thing
-
-
-def test_setting_one_value_keeps_assignments_to_others():
-    inner = keras.optimizers.SGD(2.0**-12)
-    (first, second), optimizer = built("masters", inner)
-    optimizer.apply([UP, UP])
-    second.assign(3 * UP)
-    optimizer.assign_float32(first, 2 * UP)
-    np.testing.assert_array_equal(array(optimizer.read_float32(second)), 3.0)
 
 
 @TENSORFLOW
@@ -230,31 +205,6 @@ def test_a_run_continues_from_a_checkpoint_bit_for_bit(way, is_built, tmp_path):
         sixteen_bit.run(each, variables, gradients[2:])
     ours, theirs = (bits_of(v + o.variables) for v, o in states)
     assert ours == theirs
-
-
-@pytest.mark.costly
-@TENSORFLOW
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        tfmix.optimizers.BFloat16Optimizer,
-        tfmix.optimizers.MasterWeightOptimizer,
-    ],
-)
-def test_a_model_becomes_a_saved_model_with_its_optimizer(wrap, tmp_path):
-    import tensorflow as tf
-
-    with tfmix.policy_scope("bfloat16"):
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
-        model.compile(wrap("adam"), "mse")
-    x = np.ones((4, 3), "float32")
-    model.fit(x, x[:, :2], verbose=0)
-    tf.saved_model.save(model, tmp_path)
-    served = tf.saved_model.load(tmp_path).signatures["serving_default"]
-    (found,) = served(tf.constant(x)).values()
-    np.testing.assert_array_equal(
-        tf.cast(found, "float32"), model.predict(x, verbose=0)
-    )
 
 
 @pytest.mark.costly

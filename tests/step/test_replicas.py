@@ -1,7 +1,7 @@
 """If one replica is bad, all skip, the scale moves once, and nothing hangs.
 
-The table of faults (`tests/test_faults.py`) has clipping, accumulation, float8
-and the start of a run on replicas.
+The table of faults (`tests/promises/test_faults.py`) has clipping,
+accumulation, float8 and the start of a run on replicas.
 """
 
 import contextlib

@@ -14,7 +14,6 @@ import keras
 
 from tfmix import _formats, _messages
 from tfmix._keras import (
-    compile_method,
     context_values,
     files,
     global_state,
@@ -63,7 +62,7 @@ def set_policy(model: keras.Model, policy: keras.DTypePolicy) -> None:
     """Gives a model the record of a policy, or none if that is not 16-bit."""
     chosen_layers.restore(model, {})
     if policies.is_sixteen_bit(policy):
-        compile_method.watch()
+        replacing.want(replacing.COMPILE, True)
         layers.rematerialize_anew(model)
         exact_inputs.begin_exact(model)
         record = _MixedModel(model, policy)
@@ -129,7 +128,7 @@ class _MixedModel:
         model = self._model
         wrappers: dict[str, replacing.Wrapper] = {
             "call": self._call,
-            "compile": functools.partial(compile_method.while_watched, model),
+            "compile": functools.partial(training.compile_replaced, model),
             "fit": self._fit,
             "make_train_function": self._make_train_function,
             "train_step": self._train_step,
@@ -166,7 +165,6 @@ class _MixedModel:
 
     def ruled(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the policy's rules hold."""
-        stand_ins.keep(self._rules)
         return stand_ins.block(self._rules)
 
     def _call(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -180,7 +178,13 @@ class _MixedModel:
         if self._calls.parts:
             run = functools.partial(heads.run_graph, self._model)
             self._wrap(**{graphs.RUN_GRAPH: run})
-        return self._calls.run(*args, **kwargs)
+        code = context_values.block.get().users_code
+        with context_values.holding(users_code=""):
+            outputs = self._calls.run(*args, **kwargs)
+        if code == fallback.FLOAT32:
+            wide = exact_values.to_float32_with_notes
+            return tensors.map_leaves(outputs, wide)
+        return outputs
 
     def _wrap(self, **more: replacing.Wrapper) -> None:
         """Wraps further methods of the model."""
@@ -195,7 +199,7 @@ class _MixedModel:
     def _make_train_function(
         self, original: Callable, *args: Any, **kwargs: Any
     ) -> Any:
-        made = fallback.retrying(self._model, original, *args, **kwargs)
+        made = original(*args, **kwargs)
         _reports.begin(self._model)
         return made
 
@@ -216,14 +220,22 @@ class _MixedModel:
             setattr(model, name, now)
 
     def _test_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        step = functools.partial(self._under_rules, original)
+        step = functools.partial(self._users_code, original)
         if keras.backend.backend() == "tensorflow":
             return step(*args, **kwargs)
         return tapes.inference_step(step, *args, **kwargs)
 
     def _train_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         given = self._place(args, kwargs)
-        with context_values.holding(place_of_step=given, in_fit=True):
+        with context_values.holding(place_of_step=given):
+            return self._users_code(original, *args, **kwargs)
+
+    def _users_code(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Runs a step, to which the layers that it calls return float32.
+
+        A user's own step may combine their results with float32.
+        """
+        with context_values.holding(users_code=fallback.FLOAT32):
             return self._under_rules(original, *args, **kwargs)
 
     def _place(self, args: tuple, kwargs: dict) -> Any:

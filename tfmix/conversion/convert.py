@@ -8,10 +8,10 @@ import keras
 
 from tfmix import _arguments, _messages, _progress, _tables
 from tfmix._keras import (
-    compile_method,
     layers,
     optimizers,
     replacing,
+    training,
 )
 from tfmix.autocast import compile as compiling
 from tfmix.autocast import global_policy
@@ -184,7 +184,7 @@ def apply_policy(
         >>> model.layers[0].compute_dtype
         'float32'
     """
-    accepted = global_policy.asked(policy)
+    accepted = global_policy.resolve_policy(policy)
     _arguments.model(model)
     return _convert(model, accepted)[0]
 
@@ -341,7 +341,7 @@ def convert_model(
         >>> model.layers[0].compute_dtype
         'float32'
     """
-    accepted = global_policy.asked(policy)
+    accepted = global_policy.resolve_policy(policy)
     _arguments.model(model)
     with _progress.shown(f"Converting {model.name} to {accepted.name}"):
         twin, *_ = converted_copy(model, accepted)
@@ -396,7 +396,7 @@ def prepare(
                 f"level={level!r}. Pass it to the Policy instead."
             )
         level = policies.Policy(level, keep_batchnorm_fp32=keep_batchnorm_fp32)
-    accepted = global_policy.asked(level)
+    accepted = global_policy.resolve_policy(level)
     _arguments.model(model)
     instance = keras.optimizers.get(optimizer)
     if layer_changes.casts(planned_policies.plan(model, accepted)):
@@ -459,7 +459,7 @@ def _save_settings(
 def _adopt(model: keras.Model, optimizer: Any) -> None:
     if optimizer is not None:
         saved = compiling.saved(optimizer, model)
-        compile_method.adopt_optimizer(model, optimizer, saved)
+        training.adopt_optimizer(model, optimizer, saved)
     for part in optimizers.chain(optimizer):
         if isinstance(part, scaling.LossScaleOptimizer):
             part.decide_anew()

@@ -135,7 +135,7 @@ def stays(is_data: Any, in_a_row: Any) -> Any:
         is_data: Bool or boolean scalar tensor, whether gradients are NaN.
         in_a_row: Integer or integer scalar tensor, the skipped steps before.
     """
-    if is_data is False or context_values.block.get().in_fit:
+    if is_data is False or context_values.block.get().step is not None:
         return is_data
     return ops.logical_and(is_data, in_a_row < _BAD_BATCHES)
 

@@ -167,7 +167,7 @@ class State:
     def warn(self, applied: Any, bad: Any) -> None:
         """Warns of the eighth skip in a row of an eager loop."""
         # The line after an epoch of `fit` says more.
-        if applied is False and not context_values.block.get().in_fit:
+        if applied is False and context_values.block.get().step is None:
             in_a_row = int(on_host(self.held.consecutive_skips))
             standstill.warn_of_eighth(self.name, self.paths, in_a_row, bad)
 

@@ -19,7 +19,6 @@ from keras import ops, tree
 
 from tfmix import _arguments
 from tfmix._keras import (
-    compile_method,
     context_values,
     files,
     global_state,
@@ -129,7 +128,7 @@ class Guarded:
     def from_config(cls, config: Mapping[str, bool]) -> "Guarded":
         """Creates it from a file, whose model is compiled next."""
         # Keras's own `compile` does not know it.
-        compile_method.watch()
+        replacing.want(replacing.COMPILE, True)
         return cls(**config)
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import contextvars
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -9,13 +10,17 @@ from typing import Any, NamedTuple, TypeAlias
 
 import keras
 
-from tfmix._keras import context_values, replacing, training
+from tfmix._keras import replacing, training
 from tfmix._keras import variables as keras_variables
 from tfmix.autocast import bare_optimizers
 from tfmix.tools.diagnostics import progress_bar, skip_causes
 
 _DATA = ("x", "y", "sample_weight")
 _IDLE = "nothing is learnt; a LossScaleMonitor would stop the run"
+# The watch of the `fit` around.
+_watch_of_fit: contextvars.ContextVar[Any] = contextvars.ContextVar(
+    "tfmix_watch_of_fit", default=None
+)
 
 
 class Counted(NamedTuple):
@@ -86,7 +91,6 @@ class SkipWatch(keras.callbacks.Callback):
         self._lowest: dict[Any, float] = {}
         # The last epoch with skipped steps.
         self._last = skip_causes.Skips()
-        self._has_reported = False
         self._bad_data: skip_causes.BadData | None = None
         # What was reported last, and its first epoch with the counts before.
         self._cause, self._first, self._from = "", 0, (0, 0)
@@ -113,7 +117,7 @@ class SkipWatch(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Forgets an earlier run."""
         self._reset()
-        around = context_values.block.get().fit
+        around = _watch_of_fit.get()
         if around is not None and around is not self:
             around._stands_back = True
             self.data, self.batch_size = around.data, around.batch_size
@@ -123,7 +127,7 @@ class SkipWatch(keras.callbacks.Callback):
         if self._now is None:
             # Other callbacks may restore a run in `on_train_begin`.
             self._now = self._count()
-        self._before, self._has_reported = self._now, False
+        self._before = self._now
         self._batches.clear()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -170,8 +174,7 @@ class SkipWatch(keras.callbacks.Callback):
         self, epoch: int, applied: int, skipped: int, loss: float
     ) -> None:
         """Reports the skipped steps of an epoch, unless its scale has grown."""
-        if not self._has_reported and self._last.are_news:
-            self._has_reported = True
+        if self._last.are_news:
             self._report(epoch, self.cause(loss))
 
     def _count(self) -> Counts:
@@ -338,10 +341,11 @@ class Reporter:
         """Calls a model's `fit` with a watch around."""
         watch = self._make_watch()
         watch.read(args, kwargs)
+        token = _watch_of_fit.set(watch)
         try:
-            with context_values.holding(fit=watch):
-                return fit(*args, **kwargs)
+            return fit(*args, **kwargs)
         finally:
+            _watch_of_fit.reset(token)
             watch.leave()
 
     def begin(self, model: keras.Model) -> None:
@@ -349,7 +353,7 @@ class Reporter:
 
         Code of the user's may also call the `fit` of the model's class.
         """
-        watch = context_values.block.get().fit
+        watch = _watch_of_fit.get()
         history = getattr(model, "history", None)
         # That of an earlier run, which a single step would find, has entries.
         if watch is None and getattr(history, "history", None) == {}:
