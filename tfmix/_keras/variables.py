@@ -278,12 +278,6 @@ def cast_in_place(variable: keras.Variable, dtype: str) -> None:
         variable._trainable = trainable
 
 
-def strategy_scope(model: keras.Model) -> contextlib.AbstractContextManager:
-    """Opens the scope that places new variables beside a model's."""
-    strategy = getattr(model, "distribute_strategy", None)
-    return contextlib.nullcontext() if strategy is None else strategy.scope()
-
-
 class Float32View(keras.Variable):
     """A float32 variable that stores nothing but a model's 16-bit variable.
 
