@@ -59,11 +59,6 @@ class Counter:
         if self._skips is None and optimizer is not None:
             self._skips = _skips(optimizer)
 
-    def trained(self) -> list[keras.Variable]:
-        """Returns the variables of the optimizer, [] if it is gone."""
-        optimizer = self._optimizer()
-        return [] if optimizer is None else optimizers.remembered(optimizer)
-
     def applied(self) -> int:
         """Returns how often step functions applied it, with skipped steps."""
         now = keras_variables.value_outside(self._iterations)
@@ -290,10 +285,6 @@ class Steps:
 
     def _shared(self) -> list[set[Counter]]:
         return [group.counters for group in self.groups if group.counters]
-
-    def trained(self) -> list[keras.Variable]:
-        """Returns the variables of all optimizers that still exist."""
-        return [v for counter in self._every for v in counter.trained()]
 
     def longest(self) -> Group | None:
         """Returns the group with the most timed steps."""
