@@ -41,48 +41,44 @@ TENSORFLOW_IS_ENOUGH = (
     "benchmarks/",
     "autocast/test_averaged_weights.py",
     "autocast/test_compile.py",
-    "callbacks/",
+    "tools/callbacks/",
     "conversion/test_convert_applications.py",
     "conversion/test_copying.py",
     "conversion/test_summary.py",
-    "conversion/test_way_back.py",
-    "diagnostics/",
+    "conversion/test_layer_changes.py",
+    "tools/diagnostics/",
     "ecosystem/test_keras",
     "ecosystem/test_recipes.py",
     "ecosystem/test_tasks.py",
     "examples/",
     "float8/test_chosen_layers.py",
-    "hardware/test_advice.py",
-    "diagnostics/test_skip_report.py",
+    "tools/hardware/test_advice.py",
     "step/test_replicas.py",
-    "loss_scaling/test_storage.py",
-    "test_cli.py",
-    "test_demo.py",
-    "test_docs.py",
+    "loss_scaling/test_saving.py",
+    "tools/test_cli.py",
+    "tools/test_demo.py",
+    "project/test_docs.py",
     "autocast/test_float32_output.py",
-    "test_grid.py",
     "test_messages.py",
-    "test_mutations.py",
-    "test_older_files.py",
-    "test_orders.py",
-    "test_packaging.py",
-    "diagnostics/test_plotting.py",
-    "test_public_api.py",
-    "test_quiet.py",
+    "mutations/test_mutations.py",
+    "orders/test_orders.py",
+    "project/test_packaging.py",
+    "project/test_public_api.py",
+    "promises/test_quiet.py",
     "test_tables.py",
-    "test_untrusted_files.py",
+    "promises/test_untrusted_files.py",
     "wild/test_sums_inside.py",
     "wild/test_wild.py",
 )
 JAX_IS_ENOUGH = (
     "ops/test_recomputation.py",
     "step/test_replicas_jax.py",
-    "test_orders_found.py",
+    "orders/test_orders_found.py",
     "optimizers/test_eight_bit.py",
     "optimizers/test_low_memory.py",
     "optimizers/test_float32_weights.py",
     "optimizers/test_sharded_slots.py",
-    "test_import_light.py",
+    "project/test_import_light.py",
 )
 
 # Test files may import these in their first lines. An environment with an
@@ -235,7 +231,7 @@ def restored_global_state(monkeypatch):
     import keras
 
     import tfmix
-    from tfmix._keras import compile_method
+    from tfmix._keras import replacing
 
     floatx, keras_policy = keras.config.floatx(), keras.config.dtype_policy()
     tfmix_policy = tfmix.global_policy()
@@ -250,7 +246,7 @@ def restored_global_state(monkeypatch):
     keras.config.set_dtype_policy(keras_policy)
     keras.config.set_floatx(floatx)
     # The import of tfmix does this, too.
-    compile_method.watch()
+    replacing.want(replacing.COMPILE, True)
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ version.require_private_names()
 from tfmix import callbacks as callbacks
 from tfmix import hardware as hardware
 from tfmix import optimizers as optimizers
-from tfmix._keras import compile_method as _compile_method
 from tfmix.autocast import record as _model
+from tfmix.autocast import replaced as _replaced
 from tfmix.autocast.float32_output import float32_output as float32_output
 from tfmix.autocast.global_policy import global_policy as global_policy
 from tfmix.autocast.global_policy import policy_scope as policy_scope
@@ -36,7 +36,7 @@ from tfmix.tools.diagnostics import skip_report as _skip_report
 from tfmix.tools.diagnostics.check import check as check
 
 _model.report_skips(_skip_report.Reporter(_skip_report.SkipWatch))
-_compile_method.watch()
+_replaced.begin()
 
 __version__ = "0.2.0"
 

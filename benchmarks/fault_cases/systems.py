@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 import tfmix
-from tfmix._keras import compile_method
+from tfmix._keras import replacing
 
 _FLOAT8 = keras.layers.Dense, keras.layers.EinsumDense
 
@@ -161,11 +161,10 @@ def _masters(**how: bool) -> Callable[[Any], Any]:
     return functools.partial(tfmix.optimizers.MasterWeightOptimizer, **how)
 
 
-# Only float16 overflows; split masters and rounding are for bfloat16.
+# Only float16 overflows; stochastic rounding is for bfloat16.
 SIXTEEN_BIT = (
     Kept("masters", _masters(), _FLOAT8_ROWS, "float16"),
     Kept("flat", _masters(flat=True), _TOGETHER, "float16"),
-    Kept("split", _masters(split=True), _NARROW, "bfloat16"),
     Kept(
         "stochastic",
         functools.partial(tfmix.optimizers.BFloat16Optimizer, seed=7),
@@ -182,5 +181,5 @@ def by_name(name: str) -> System:
     tfmix.set_global_policy("float32")
     if name != System.name:
         # The policy above switched off what `import tfmix` does.
-        compile_method.watch()
+        replacing.want(replacing.COMPILE, True)
     return _ALL[name]

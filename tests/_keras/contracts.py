@@ -27,7 +27,6 @@ BACKEND = keras.backend.backend()
 KERAS = tuple(int(part) for part in keras.__version__.split(".")[:2])
 COMMON = "keras.src.backend.common"
 OPS = "keras.src.ops"
-FUNCTION = "tensorflow.python.eager.polymorphic_function.polymorphic_function"
 TRACKABLE = "tensorflow.__internal__.tracking.AutoTrackable"
 XLA = "tensorflow.compiler.tf2xla.ops.gen_xla_ops"
 
@@ -40,8 +39,8 @@ TENSORFLOW_ONLY = set(
     _maybe_symbolic_build _all_reduce_sum_gradients _deferred_dependencies
     _distribution_strategy _export_to_saved_model_graph
     _get_control_flow_context _lookup_dependency _restore_from_tensors
-    _run_functions_eagerly _serialize_to_tensors _tape _trackable_children
-    _unconditional_dependency_names _unique_id _write_object_proto Function
+    _serialize_to_tensors _tape _trackable_children
+    _unconditional_dependency_names _unique_id _write_object_proto
     capture could_possibly_record pack_tangents should_record_backprop
     xla_dot_v2 xla_optimization_barrier xla_variadic_reduce_v2
     """.split()
@@ -69,7 +68,6 @@ PACKAGES = (
 )
 
 # Maps owners to functions and their arguments; further ones have defaults.
-SWAP = "keras.src.callbacks.swap_ema_weights"
 FUNCTIONS = {
     f"{COMMON}.global_state": {
         "get_global_attribute": "name default",
@@ -90,18 +88,14 @@ FUNCTIONS = {
         "AutocastScope": "dtype",
         "get_autocast_scope": "",
     },
+    f"{COMMON}.variables.AutocastScope": {"maybe_cast": "self value"},
     f"{COMMON}.variables.Variable": {
-        "_maybe_autocast": "self value",
         "assign": "self value",
     },
     "keras.src.backend": {"compute_output_spec": "fn *args **kwargs"},
     f"{CORE_OWNER}.core": {
         "cast": "x dtype",
         "convert_to_tensor": "x dtype",
-    },
-    f"{SWAP}.SwapEMAWeights": {
-        "_swap_variables": "self",
-        "_finalize_ema_values": "self",
     },
     "keras.src.legacy.saving.saving_utils": {
         "model_metadata": "model include_optimizer require_config",
@@ -190,6 +184,9 @@ FUNCTIONS = {
         "imperative_grad": "tape target sources output_gradients",
     },
     TRACKABLE: {"_lookup_dependency": "self name cached_dependencies"},
+    "jax._src.compiler": {"get_compile_options": "num_replicas num_partitions"},
+    "jax._src.interpreters.mlir": {"make_ir_context": ""},
+    "jax._src.xla_bridge": {"backends_are_initialized": ""},
 }
 
 # Maps owners to attributes and their types.
@@ -203,13 +200,16 @@ CONSTANTS = {
     "keras.src.models.functional.Functional": {"operations": property},
     "keras.src.trainers.trainer": {"BaseTrainer": type, "Trainer": type},
     "jax._src.array": {"ArrayImpl": type},
+    "jax._src.xla_bridge": {"_topology_factories": dict},
+    "jaxlib._hlo": {"XlaComputation": type},
+    "jaxlib._jax": {"DeviceList": type},
+    "jaxlib.mlir.ir": {"Module": type},
+    "jaxlib.xla_client": {"_xla": types.ModuleType},
     "keras.src.backend.jax.trainer": {"jit": types.FunctionType},
     "tensorflow.python.eager.record": {"VariableWatcher": type},
     "tensorflow.python.ops.control_flow_v2_func_graphs": {
         "ControlFlowFuncGraph": type,
     },
-    FUNCTION: {"Function": type},
-    f"{FUNCTION}.Function": {"_run_functions_eagerly": property},
     TRACKABLE: {
         "_deferred_dependencies": property,
         "_unconditional_dependency_names": property,

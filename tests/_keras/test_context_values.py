@@ -22,17 +22,6 @@ def test_a_value_holds_until_its_block_ends_also_with_an_error():
     assert block.get() == context_values.Block()
 
 
-def test_blocks_of_two_values_end_in_any_order():
-    outer = context_values.holding(rules=frozenset({"sum"}))
-    inner = context_values.holding(place_of_step=2.0)
-    outer.__enter__()
-    inner.__enter__()
-    outer.__exit__(None, None, None)
-    assert (block.get().rules, block.get().place_of_step) == (None, 2.0)
-    inner.__exit__(None, None, None)
-    assert block.get() == context_values.Block()
-
-
 def test_another_thread_sees_nothing_of_it():
     seen = []
     with context_values.holding(place_of_step=2.0):

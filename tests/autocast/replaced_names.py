@@ -1,31 +1,30 @@
-"""Finds what differs in Keras's modules and classes, without tfmix."""
+"""Finds what differs in the modules and classes of Keras and its backend."""
 
 import inspect
 import sys
-import types
 
-# Keras itself sets these with each session or class, Python on first use.
-VOLATILE = {
-    *("_abc_impl", "GLOBAL_STATE_TRACKER", "GLOBAL_SETTINGS_TRACKER"),
-    *("__annotations__", "__warningregistry__"),
-}
-PLAIN = (int, float, str, tuple, types.MappingProxyType)
+# All that tfmix may replace is in these packages.
+PACKAGES = ("keras", "tensorflow", "jax", "jaxlib")
+# Python sets these by itself, and Keras with each class.
+VOLATILE = {"_abc_impl", "__annotations__", "__warningregistry__"}
+MISSING = object()
 
 
-def owners():
-    """Returns every module of `keras`, and every class in them."""
+def owners(*more):
+    """Returns every module of the packages, every class in them, and more."""
     modules = [
         module
         for name, module in list(sys.modules.items())
-        if name.split(".")[0] == "keras" and inspect.ismodule(module)
+        if name.partition(".")[0] in PACKAGES and inspect.ismodule(module)
     ]
     classes = {
         id(value): value
         for module in modules
         for value in list(vars(module).values())
-        if inspect.isclass(value) and value.__module__.startswith("keras")
+        if inspect.isclass(value)
+        and (value.__module__ or "").partition(".")[0] in PACKAGES
     }
-    return [*modules, *classes.values()]
+    return [*modules, *classes.values(), *more]
 
 
 def label(owner, attribute):
@@ -35,24 +34,35 @@ def label(owner, attribute):
 
 
 def snapshot(everything):
-    """Returns the attributes of modules and classes by their labels."""
+    """Returns the attributes of modules and classes, by owner and name."""
     return {
-        label(owner, name): value
+        (owner, name): value
         for owner in everything
         for name, value in list(vars(owner).items())
         if name not in VOLATILE
     }
 
 
-def changed(before, after):
-    """Returns the labels whose value is another object, new or gone."""
-    missing = object()
-    return sorted(
+def changed(before, everything):
+    """Returns the places whose function, class or module is another object."""
+    now = snapshot(everything)
+    return [
         place
-        for place in before.keys() | after.keys()
-        if not _is_same(before.get(place, missing), after.get(place, missing))
+        for place in before.keys() | now.keys()
+        if _differs(before.get(place, MISSING), now.get(place, MISSING))
+    ]
+
+
+def _differs(one, other):
+    # An import adds modules to a package.
+    is_import = one is MISSING and inspect.ismodule(other)
+    is_code = _is_code(one) or _is_code(other)
+    return one is not other and is_code and not is_import
+
+
+def _is_code(value):
+    return (
+        callable(value)
+        or inspect.ismodule(value)
+        or hasattr(type(value), "__get__")
     )
-
-
-def _is_same(one, other):
-    return one is other or (isinstance(one, PLAIN) and one == other)

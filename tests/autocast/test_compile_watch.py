@@ -7,8 +7,8 @@ from keras import layers
 
 import tfmix
 from tests import helpers
-from tests import test_one_program as one_program
-from tfmix._keras import compile_method
+from tests.promises import test_one_program as one_program
+from tfmix._keras import replacing
 from tfmix.autocast import record as mixed_model
 
 POLICIES = ("mixed_float16", "mixed_bfloat16")
@@ -41,7 +41,7 @@ class Subclassed(keras.Model):
 )
 def test_a_float32_model_is_left_alone(kind, wrap):
     def compiled(watched):
-        (compile_method.watch if watched else compile_method.stop_watching)()
+        replacing.want(replacing.COMPILE, watched)
         model, optimizer = kind(), wrap(keras.optimizers.SGD(0.1))
         before = set(vars(model))
         model.compile(optimizer, "mse")

@@ -110,26 +110,6 @@ def test_discretization_sees_values_beside_its_boundaries():
     assert keras.ops.convert_to_numpy(result).ravel().tolist() == [0, 1]
 
 
-# Keras 3.16 warns of this for recurrent layers.
-@pytest.mark.costly
-@pytest.mark.filterwarnings("ignore:.*does not support masking")
-def test_a_mask_reaches_the_inner_layer():
-    class Outer(keras.layers.Layer):
-        def __init__(self):
-            super().__init__()
-            self.supports_masking = True
-            self.lstm = keras.layers.LSTM(1)
-
-        def call(self, x, mask=None):
-            assert mask is not None
-            return self.lstm(x, mask=mask)
-
-    with global_policy.policy_scope("mixed_float16"):
-        outer = Outer()
-        masked = keras.layers.Masking(dtype="float32")(np.ones((1, 3, 2)))
-        assert outer(masked).shape == (1, 1)
-
-
 def functional(layer, width):
     """Makes a Functional model of one layer."""
     inputs = keras.Input((width,))
@@ -210,24 +190,6 @@ def test_raw_features_reach_a_normalization_unchanged(mode, form, policy):
     features = (x - x.mean(axis=0)) / x.std(axis=0)
     kernel, bias = map(keras.ops.convert_to_numpy, model.dense.weights)
     np.testing.assert_allclose(found, features @ kernel + bias, atol=0.05)
-
-
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_inputs_stay_exact_after_the_policy_is_float32_again(policy):
-    x = np.array([[99_900.0], [100_100.0]], "float32")
-    tfmix.set_global_policy(policy)
-    embedding, normalization = (
-        keras.layers.Embedding(70_000, 2),
-        keras.layers.Normalization(),
-    )
-    normalization.adapt(x)
-    looked_up, normalized = Around(embedding), Around(normalization)
-    tfmix.set_global_policy("float32")
-    found = helpers.to_numpy(looked_up(np.array([[60_001.0]], "float32")))
-    row = helpers.to_numpy(embedding.embeddings)[60_001]
-    np.testing.assert_allclose(found[0, 0], row, rtol=0.01)
-    found = helpers.to_numpy(normalized(x))
-    np.testing.assert_allclose(found, [[-1.0], [1.0]], rtol=0.01)
 
 
 @keras.saving.register_keras_serializable("exact inputs")

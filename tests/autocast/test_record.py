@@ -8,7 +8,7 @@ from keras import ops as kops
 import tfmix
 from tests import helpers, steps
 from tests.autocast import test_penalties as penalised
-from tfmix._keras import compile_method
+from tfmix._keras import replacing
 from tfmix.autocast import global_policy
 from tfmix.autocast import record as mixed_model
 from tfmix.policy import policy as policies
@@ -135,7 +135,7 @@ def test_the_policy_of_a_model_holds_in_a_plain_call():
 @pytest.fixture
 def plain_model():
     """A model that `compile` gives no record."""
-    compile_method.stop_watching()
+    replacing.want(replacing.COMPILE, False)
     return penalised.penalised_model()
 
 

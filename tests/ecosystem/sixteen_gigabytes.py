@@ -13,7 +13,7 @@ import dataclasses
 import keras
 
 import tfmix
-from tests import test_docs
+from tests.project import test_docs
 from tfmix.tools.hardware import compiled_step, compilers, compiling, lowering
 from tfmix.tools.hardware import target as targets
 

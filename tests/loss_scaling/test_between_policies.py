@@ -17,7 +17,7 @@ import pytest
 
 import tfmix
 from tests import helpers
-from tfmix._keras import compile_method, version
+from tfmix._keras import replacing, version
 
 WRITERS = (
     "keras float32",
@@ -34,7 +34,7 @@ tensorflow_only = helpers.requires_backend("tensorflow")
 @pytest.fixture(autouse=True)
 def plain_keras():
     """Keras's policies are Keras's own; see `made`."""
-    compile_method.stop_watching()
+    replacing.want(replacing.COMPILE, False)
 
 
 def made(policy, seed, build=True, optimizer="Adam"):
@@ -42,11 +42,11 @@ def made(policy, seed, build=True, optimizer="Adam"):
     name = policy.split()[1]
     keras.utils.clear_session()
     if policy.startswith("tfmix"):
-        compile_method.watch()
+        replacing.want(replacing.COMPILE, True)
         tfmix.set_global_policy(name)
     else:
         tfmix.set_global_policy("float32")
-        compile_method.stop_watching()
+        replacing.want(replacing.COMPILE, False)
         keras.config.set_dtype_policy(name)
     layers = [keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(1)]
     model = keras.Sequential(layers)

@@ -27,24 +27,18 @@ class Block:
         asked: The `id`s of the tensors whose gradients a tape forms now.
         power: The power of two of the gradients that are formed now, `None`
             if they are unscaled.
-        in_fit: Whether `fit`, or another method of a model, runs its step, so
-            that a line after the epoch reports skipped steps.
         in_inference: Whether Keras runs a step of `evaluate` or `predict`.
         unasked: A token of the trace whose gradient nobody can ask for, `None`
             if there is none (JAX).
-        fit: The callback that reports the skipped steps of the `fit` around,
-            `None` outside of one.
         in_loop: Whether the code runs in each step of a loop.
         in_map: Whether TensorFlow converts the code to run for all rows.
-        may_fall_back: Whether a user's layer is tried in 16 bit, and falls back
-            to float32 if that fails.
-        is_float32_code: Whether the running code is that of a user's layer in
-            float32, to which the layers that it calls return float32.
+        users_code: The dtype of the user's code that is running, else "". In
+            "16 bit" it is tried, and falls back to float32 if that fails. To
+            code in "float32" the layers that it calls return float32.
         is_chosen: Whether a caller decides whether the step is applied.
         takes_unscaled: Whether an `apply_gradients` around gets gradients that
             are not scaled.
         step: The train step that is running, `None` if there is none.
-        platform: The platform that a step is only compiled for, or "".
     """
 
     rules: frozenset[str] | None = None
@@ -54,18 +48,14 @@ class Block:
     gates: Any = None
     asked: frozenset[int] = frozenset()
     power: Any = None
-    in_fit: bool = False
     in_inference: bool = False
     unasked: Any = None
-    fit: Any = None
     in_loop: bool = False
     in_map: bool = False
-    may_fall_back: bool = False
-    is_float32_code: bool = False
+    users_code: str = ""
     is_chosen: bool = False
     takes_unscaled: bool = False
     step: Any = None
-    platform: str = ""
 
 
 _NOTHING = Block()
@@ -97,14 +87,8 @@ def holding(**values: Any) -> Iterator[None]:
         **values: New values by the names of `Block`; others stay.
     """
     outside = block.get()
-    inside = Block(**{**vars(outside), **values})
-    block.set(inside)
+    block.set(Block(**{**vars(outside), **values}))
     try:
         yield
     finally:
-        now = block.get()
-        if now is not inside:
-            # Scopes need not end in reverse order, so only these are restored.
-            before = {name: getattr(outside, name) for name in values}
-            outside = Block(**{**vars(now), **before})
         block.set(outside)

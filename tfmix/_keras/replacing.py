@@ -1,12 +1,15 @@
 """Replaces attributes for the process, for a block, or on one layer.
 
-Whatever replaces an attribute can list it and put it back. The wrappers of a
-layer's methods are attributes of that layer, so Keras's classes stay unchanged,
-and all wrappers of one role are attached and detached together.
+Whatever replaces an attribute can list it and put it back. What the core of
+tfmix replaces for the process is one list (`autocast.replaced`) in three
+groups, and `want` replaces or restores a group. The wrappers of a layer's
+methods are attributes of that layer, so Keras's classes stay unchanged, and all
+wrappers of one role are attached and detached together.
 """
 
 import contextlib
 import functools
+import operator
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,9 +17,11 @@ from typing import Any, Protocol
 
 import keras
 
-from tfmix._keras import layers
+from tfmix._keras import context_values, layers, version
 
 Place = tuple[Any, str]
+# Takes what a place holds, and returns what replaces it.
+Maker = Callable[[Any], Any]
 
 _registry: list["Replacements"] = []
 
@@ -90,9 +95,12 @@ class Replacements:
         """Returns the `(owner, attribute)` pairs that are replaced now."""
         return list(self._replaced)
 
-    def set(self, wanted: Mapping[Place, Callable[[Any], Any]]) -> None:
+    def set(self, wanted: Mapping[Place, Maker]) -> None:
         """Replaces the places of `wanted`, and restores all others."""
         with self._lock:
+            for owner, name in wanted:
+                if name not in vars(owner):
+                    raise version.misfit(f"{owner!r} has no {name!r}")
             for place in [p for p in self._replaced if p not in wanted]:
                 owner, name = place
                 original, ours = self._replaced.pop(place)
@@ -107,6 +115,74 @@ class Replacements:
                     setattr(owner, name, make(original))
                     ours = vars(owner)[name]
                     self._replaced[owner, name] = (original, ours)
+
+
+# The groups of the list: Keras's `compile`, what a new layer gets, and ops.
+COMPILE, LAYERS, OPS = "compile", "layers", "ops"
+_lock = threading.RLock()
+_of_list = Replacements()
+# What each group replaces now.
+_active: dict[str, Mapping[Place, Maker]] = {}
+_find: Callable[[str, Any], Mapping[Place, Maker]]
+
+
+def use(find: Callable[[str, Any], Mapping[Place, Maker]]) -> None:
+    """Sets the list: what a group replaces, for some value of `want`."""
+    global _find
+    _find = find
+
+
+def want(group: str, what: Any) -> None:
+    """Replaces a group of names, or restores them if `what` is false.
+
+    Args:
+        group: One of `COMPILE`, `LAYERS` and `OPS`.
+        what: Whether to replace them; for ops the rules that are active.
+    """
+    with _lock:
+        active = {**_active, group: _find(group, what) if what else {}}
+        _of_list.set(functools.reduce(operator.or_, active.values()))
+        _active.update(active)
+
+
+def is_wanted(group: str) -> bool:
+    """Returns whether a group of names is replaced now."""
+    return bool(_active.get(group))
+
+
+def lazily(make: Maker) -> Maker:
+    """Returns a maker whose replacement calls `make` when it is first called.
+
+    Many of them never are.
+    """
+
+    def made_lazily(original: Callable) -> Callable:
+        made = functools.cache(functools.partial(make, original))
+
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return made()(*args, **kwargs)
+
+        return replacement
+
+    return made_lazily
+
+
+def under(rule: str, make: Maker) -> Maker:
+    """Returns a maker whose replacement holds for callers under a rule."""
+
+    def made(original: Callable) -> Callable:
+        ruled = lazily(make)(original)
+
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            if rule in context_values.active_rules():
+                return ruled(*args, **kwargs)
+            return original(*args, **kwargs)
+
+        return replacement
+
+    return made
 
 
 # A wrapper gets the wrapped method, then the arguments of the call.
@@ -158,7 +234,7 @@ def with_argument(
     return tuple(args), {**kwargs, name: value}
 
 
-class Part(Protocol):
+class Wrappers(Protocol):
     """Wrappers that have one role for a layer."""
 
     @property
@@ -171,7 +247,7 @@ def part(layer: keras.Layer, role: str) -> Any:
     return by_role(layer).get(role)
 
 
-def by_role(layer: keras.Layer) -> Mapping[str, Part]:
+def by_role(layer: keras.Layer) -> Mapping[str, Wrappers]:
     """Returns the attached parts by role, for `restore`."""
     owner: _Owner | None = layers.marks(layer).methods
     return {} if owner is None else owner.parts
@@ -183,7 +259,7 @@ def wrapped(layer: keras.Layer, name: str, role: str) -> Callable:
     return owner.below(name, role)
 
 
-def attach(layer: keras.Layer, role: str, part: Part) -> None:
+def attach(layer: keras.Layer, role: str, part: Wrappers) -> None:
     """Attaches a part to a layer, in place of the one that had the role."""
     restore(layer, {**by_role(layer), role: part})
 
@@ -193,7 +269,7 @@ def detach(layer: keras.Layer, role: str) -> None:
     restore(layer, {r: part for r, part in by_role(layer).items() if r != role})
 
 
-def restore(layer: keras.Layer, parts: Mapping[str, Part]) -> None:
+def restore(layer: keras.Layer, parts: Mapping[str, Wrappers]) -> None:
     """Attaches exactly these parts."""
     owner = layers.marks(layer).methods or _Owner(layer)
     owner.set(parts)
@@ -204,13 +280,13 @@ class _Owner:
     """Owns the wrapped methods of one layer."""
 
     def __init__(self, layer: keras.Layer) -> None:
-        self.parts: Mapping[str, Part] = {}
+        self.parts: Mapping[str, Wrappers] = {}
         self._layer = layer
         # The attributes on the layer now, and those that the user had set.
         self._installed: dict[str, Callable] = {}
         self._users: dict[str, Callable] = {}
 
-    def set(self, parts: Mapping[str, Part]) -> None:
+    def set(self, parts: Mapping[str, Wrappers]) -> None:
         self.parts = {role: parts[role] for role in _ROLES if role in parts}
         wanted = {name for part in parts.values() for name in part.wrappers}
         wanted |= {make for make, step in _COMPILED.items() if step in wanted}

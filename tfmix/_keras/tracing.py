@@ -1,15 +1,14 @@
 """Says how the running code is traced."""
 
-import collections
 import contextlib
-import threading
+import contextvars
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import keras
 
-from tfmix._keras import context_values, global_state, replacing
+from tfmix._keras import global_state, replacing
 
 # Errors that another dtype does not mend.
 NOT_OF_A_DTYPE: tuple[type[Exception], ...] = (RecursionError, MemoryError)
@@ -20,23 +19,20 @@ if keras.backend.backend() == "tensorflow":
 else:
     import jax
     import jax.extend.core
+    from keras.src.backend.jax import trainer
 
+    # Keras's trainer imported its own reference when Keras was imported.
+    JIT: tuple[replacing.Place, ...] = ((jax, "jit"), (trainer, "jit"))
     # Older versions of JAX have it elsewhere.
     if hasattr(jax.errors, "InconclusiveDimensionOperation"):
         NOT_OF_A_DTYPE += (jax.errors.InconclusiveDimensionOperation,)
 
-    # JAX before 0.8 has none.
-    _CONTEXT = getattr(jax, "make_user_context", lambda: None)()
-
 Function = TypeVar("Function", bound=Callable)
 
-_RUNS_EAGERLY = "_run_functions_eagerly"
+# The platform that a step is only compiled for, or "".
+_platform = contextvars.ContextVar("tfmix_platform", default="")
 # `trace` returns this for code that is not traced.
 EAGER = "eager"
-_lock = threading.Lock()
-# Counts the blocks that each thread is in; the last one to end restores all.
-_blocks: collections.Counter[int] = collections.Counter()
-_replacements = replacing.Replacements()
 
 
 def by_xla() -> bool:
@@ -64,15 +60,20 @@ def in_graph_without_xla() -> bool:
     return not by_xla()
 
 
-def compiled_for(platform: str) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def compiled_for(platform: str) -> Iterator[None]:
     """Sets the platform that a block is traced for: "tpu", "cuda"."""
-    return context_values.holding(platform=platform)
+    token = _platform.set(platform)
+    try:
+        yield
+    finally:
+        _platform.reset(token)
 
 
 def for_tpu() -> bool:
     """Returns whether TensorFlow is known to trace for a TPU."""
     strategy = type(tf.distribute.get_strategy()).__name__
-    return context_values.block.get().platform == "tpu" or "TPU" in strategy
+    return _platform.get() == "tpu" or "TPU" in strategy
 
 
 def for_gpu(tensor: Any = None) -> bool:
@@ -81,7 +82,7 @@ def for_gpu(tensor: Any = None) -> bool:
     Args:
         tensor: An operand, which may lie on a CPU.
     """
-    platform = context_values.block.get().platform
+    platform = _platform.get()
     if platform:
         return platform == "cuda"
     if not tf.test.is_built_with_cuda():
@@ -145,20 +146,6 @@ def transformation() -> Any:
     return state() if state else None
 
 
-def traced_apart(value: Any) -> contextlib.AbstractContextManager:
-    """Keeps what JAX traces and compiles in a block for this value only.
-
-    Functions in the block may use the value without taking it as an argument.
-
-    Args:
-        value: Scalar array.
-    """
-    if _CONTEXT is None:
-        return contextlib.nullcontext()
-    is_traced = isinstance(value, jax.core.Tracer)
-    return _CONTEXT(object() if is_traced else float(value))
-
-
 def is_symbolic(tensor: Any) -> bool:
     """Returns whether a tensor's value is not known yet."""
     if keras.backend.backend() == "tensorflow":
@@ -202,30 +189,13 @@ def untouched(function: Function) -> Function:
 
 @contextlib.contextmanager
 def nothing_traced() -> Iterator[None]:
-    """Runs `tf.function`s op by op in a block, in the calling thread only."""
+    """Runs `tf.function`s op by op in a block, in all threads."""
     if keras.backend.backend() != "tensorflow":
         yield
         return
-    thread = threading.get_ident()
-    with _lock:
-        _blocks[thread] += 1
-        # This is the class of what `tf.function` returns.
-        function = type(tf.function(lambda: None))
-        _replacements.set({(function, _RUNS_EAGERLY): _or_in_a_block})
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
     try:
         yield
     finally:
-        with _lock:
-            _blocks[thread] -= 1
-            if not _blocks[thread]:
-                del _blocks[thread]
-            if not _blocks:
-                _replacements.set({})
-
-
-def _or_in_a_block(original: property) -> property:
-    def is_eager(function: object) -> bool:
-        usually = original.__get__(function, type(function))
-        return threading.get_ident() in _blocks or bool(usually)
-
-    return property(is_eager)
+        tf.config.run_functions_eagerly(before)

@@ -1,24 +1,21 @@
-"""Reads how Keras trains a model: step, metrics, callbacks and building."""
+"""Reads and changes how Keras compiles and trains a model."""
 
 import contextlib
+import functools
 import inspect
-import itertools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+from keras.src.legacy.saving import saving_utils
 from keras.src.trainers import compile_utils
 from keras.src.trainers import trainer as trainers
 
-from tfmix._keras import layers, replacing, version
+from tfmix._keras import layers, optimizers, replacing
 
 # This class gives models `compile` and `fit`.
 TRAINER: Any = getattr(trainers, "BaseTrainer", None) or trainers.Trainer
-# Since Keras 3.16, TensorFlow's trainer takes a batch before it traces the
-# step. If tracing fails, that batch is lost.
-_TAKES_FIRST = keras.backend.backend() == "tensorflow" and version.numbers(
-    keras.__version__
-) >= (3, 16)
 
 # The order of arguments of a model's methods. Each backend overrides these of
 # `TRAINER`, but for `compile`, so others have no reason to replace them.
@@ -26,12 +23,12 @@ ORDERS = {
     name: [*inspect.signature(method).parameters][1:]
     for name, method in (
         ("fit", TRAINER.fit),
-        ("evaluate", TRAINER.evaluate),
-        ("predict", TRAINER.predict),
         ("compile", TRAINER.compile),
         ("summary", keras.Model.summary),
     )
 }
+# It describes a model for a file of the old format, `.h5`.
+OLD_FORMAT: replacing.Place = (saving_utils, "model_metadata")
 # JAX's step is a function of the state.
 STEP_ON_JAX = "state", "data"
 
@@ -116,12 +113,6 @@ def state_in_variables(
             variable._value = value
 
 
-def callbacks(method: str, args: tuple, kwargs: dict) -> list:
-    """Returns the callbacks that a call of `fit` or the like has."""
-    given = replacing.argument(ORDERS[method], args, kwargs, "callbacks")
-    return keras.tree.flatten(getattr(given, "callbacks", given) or [])
-
-
 def join_fit(
     undo: contextlib.ExitStack,
     model: keras.Model,
@@ -156,14 +147,6 @@ def _in_turn(*functions: Callable) -> Callable:
             function(*args, **kwargs)
 
     return call
-
-
-def for_two_calls(model: keras.Model, arguments: tuple) -> tuple:
-    """Returns a train function's arguments so that two calls see one batch."""
-    if not _TAKES_FIRST or model.steps_per_execution > 1:
-        return arguments
-    (iterator,) = arguments
-    return (list(itertools.islice(iterator, 1)) or iterator,)
 
 
 def build_before_tracing(model: keras.Model, **batch: Any) -> None:
@@ -227,3 +210,57 @@ def call_in_training(model: keras.Model, inputs: Any) -> Any:
     """Calls a model in training mode, if it has modes."""
     knows_modes = getattr(model, "_call_has_training_arg", False)
     return model(inputs, training=True) if knows_modes else model(inputs)
+
+
+def compile_replaced(
+    model: keras.Model, original: Callable, *args: Any, **kwargs: Any
+) -> None:
+    """Calls a model's `compile`, after that of Keras is replaced again.
+
+    A model with a record outlasts `set_global_policy("float32")`.
+    """
+    if not replacing.is_wanted(replacing.COMPILE):
+        is_of_class = getattr(original, "__func__", None) is type(model).compile
+        replacing.want(replacing.COMPILE, True)
+        if is_of_class:
+            original = types.MethodType(type(model).compile, model)
+    original(*args, **kwargs)
+
+
+def adopt_optimizer(model: keras.Model, optimizer: Any, saved: Any) -> None:
+    """Sets the optimizer of a compiled model, and the one its files name."""
+    model.optimizer = optimizer
+    save_argument(model, "optimizer", saved)
+
+
+def has_wrapped(model: keras.Model) -> bool:
+    """Returns whether Keras has put its own loss scale around the optimizer."""
+    saved = getattr(model, "_compile_config", None)
+    given = None if saved is None else saved.config.get("optimizer")
+    is_of_class = type(model.optimizer) is optimizers.KerasScaler
+    return is_of_class and model.optimizer.inner_optimizer is given
+
+
+def save_argument(model: keras.Model, name: str, value: Any) -> None:
+    """Replaces an argument of `compile` in the saved configuration."""
+    saved = getattr(model, "_compile_config", None)
+    if saved is not None:
+        saved.config[name] = value
+
+
+def naming_saved_optimizer(original: Callable) -> Callable:
+    """Returns what describes a model with the optimizer that its files name."""
+
+    @functools.wraps(original)
+    def model_metadata(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        compiled = getattr(model, "_compile_config", None)
+        saved = None if compiled is None else compiled.config.get("optimizer")
+        inside = [*optimizers.chain(getattr(model, "optimizer", None))][1:]
+        with contextlib.ExitStack() as undo:
+            if any(saved is inner for inner in inside):
+                replacing.swap(undo, model, "optimizer", saved)
+                # Keras takes it out.
+                undo.callback(save_argument, model, "optimizer", saved)
+            return original(model, *args, **kwargs)
+
+    return model_metadata

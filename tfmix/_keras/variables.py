@@ -32,7 +32,7 @@ else:
 
 Variables = Sequence[keras.Variable]
 # It casts each variable that a layer reads.
-AUTOCAST = (backend_variables.Variable, "_maybe_autocast")
+AUTOCAST = (backend_variables.AutocastScope, "maybe_cast")
 # Layers write to their variables with this method.
 ASSIGN = (backend_variables.Variable, "assign")
 # These operations take a variable's handle and do not change the variable.
@@ -288,8 +288,6 @@ class Float32View(keras.Variable):
     # True while slots are created: TensorFlow then places them beside the
     # model's variable.
     colocating = False
-    # These variables hold the bits that the 16-bit variable lacks.
-    beside: tuple[keras.Variable, ...] = ()
 
     def __init__(self, variable: keras.Variable) -> None:
         # TensorFlow's notes on the variable, for checkpoints, are not copied.
@@ -417,13 +415,11 @@ def stored(variable: Any) -> Any:
     return variable if on_jax else backend_variable(variable)
 
 
-def unwrap(value: Any) -> Any:
-    """Returns the value of a `tf.Variable`, and anything else unchanged."""
-    return value.value() if hasattr(value, "read_value") else value
-
-
 def read(variable: Any) -> Any:
-    """Returns a variable's current value, as a tensor that does not change."""
+    """Returns a variable's current value, as a tensor that does not change.
+
+    Anything else is returned unchanged.
+    """
     return _snapshot(backend_variable(variable))
 
 
@@ -438,7 +434,7 @@ def _snapshot(value: Any) -> Any:
     if isinstance(value, Float32View):
         return value.load()
     # `tf.convert_to_tensor` takes twice as long in eager mode.
-    return value.value()
+    return value.value() if hasattr(value, "read_value") else value
 
 
 def host_value(variable: Any) -> np.ndarray:
@@ -623,25 +619,6 @@ def narrow_dtype(variable: keras.Variable) -> str | None:
     return scope.dtype if is_cast else None
 
 
-def reading(original: Callable, copied: Callable) -> Callable:
-    """Returns what reads a variable, by `copied` where a read casts it.
-
-    Args:
-        original: Keras's function of `AUTOCAST`.
-        copied: Takes this, a variable, its value and the 16-bit dtype; returns
-            the copy.
-    """
-
-    @functools.wraps(original)
-    def maybe_cast(self: Any, value: Any) -> Any:
-        dtype = narrow_dtype(self)
-        if dtype is None:
-            return original(self, value)
-        return copied(original, self, value, dtype)
-
-    return maybe_cast
-
-
 def assigning(original: Callable, exactly: Callable) -> Callable:
     """Returns what assigns to a variable, by `exactly` what lost digits.
 
@@ -667,9 +644,3 @@ def place_of_value(variable: keras.Variable) -> tuple[dict, str, Any]:
 def has_value(variable: keras.Variable) -> bool:
     """Returns whether a variable has its first value."""
     return variable._value is not None
-
-
-def copied(variable: keras.Variable) -> Any:
-    """Returns a variable's value, which later assignments leave alone."""
-    value = variable._value
-    return tf.identity(value) if hasattr(value, "assign") else value

@@ -4,7 +4,6 @@ This protects loops without `compile`, and models with several optimizers.
 """
 
 import functools
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -52,14 +51,13 @@ class Skips(state.Counts):
 
     TensorFlow counts them in variables that a SavedModel saves with the
     optimizer's own. A function that JAX compiles can only change the variables
-    that it is given, so JAX counts eager steps, those that `ask` reports, and
+    that it is given, so JAX counts eager steps, those that a sink reports, and
     in `fit` those that were not applied.
     """
 
     # Losses are not scaled: the state's scale moves gradients inside models.
     rule = rules.NoLossScale()
     loss_scale = 1.0
-    gradient_norm = math.nan
     # It is not known why a step was skipped.
     data_skips = None
 
@@ -75,18 +73,18 @@ class Skips(state.Counts):
             files.save_with(optimizer, self.variables)
 
     def count(
-        self, applied: Any, bad: Any, _: Sequence, grads: Sequence, to: Sequence
+        self, applied: Any, bad: Any, grads: Sequence, to: Sequence
     ) -> None:
         """Counts a step.
 
         Args:
             applied: Bool or boolean scalar tensor, whether it was applied.
             bad: Boolean vector, the variables with a gradient not finite.
-            grads: The gradients, summed over replicas.
+            grads: The gradients, summed over replicas, in float32.
             to: The variable of each.
         """
         if not (_ON_TENSORFLOW or isinstance(applied, bool)):
-            _ask(self._reported.append, (applied, bad))
+            _sink(self._reported.append, (applied, bad))
             return
 
         def is_data() -> Any:
@@ -120,23 +118,23 @@ class Skips(state.Counts):
         return variable
 
 
-def _ask_nobody(tell: Callable[[Any], None], values: Any) -> None:
-    """Drops what a compiled step knows, as it is not asked."""
+def _no_sink(tell: Callable[[Any], None], values: Any) -> None:
+    """Drops the values of a compiled step."""
 
 
 # Hands a function the values of tensors of a step that JAX compiles.
-_ask: Callable[[Callable[[Any], None], Any], None] = _ask_nobody
+_sink: Callable[[Callable[[Any], None], Any], None] = _no_sink
 
 
-def ask(by: Callable[[Callable[[Any], None], Any], None]) -> None:
-    """Sets what asks compiled steps under JAX whether they were skipped.
+def set_sink(by: Callable[[Callable[[Any], None], Any], None]) -> None:
+    """Sets what reports whether compiled steps under JAX were skipped.
 
     Args:
         by: Gets a function and tensors of the step. It calls the function with
             their values after the step.
     """
-    global _ask
-    _ask = by
+    global _sink
+    _sink = by
 
 
 # Objects that count the skipped steps of an optimizer.
@@ -181,7 +179,7 @@ def _apply(
     these = list(known if variables is None else variables)
     guard.note_update(these)
     skips = _skips[optimizer]
-    applied = finite.take(
+    applied = finite.apply_step(
         optimizer,
         grads,
         these,
@@ -254,7 +252,7 @@ def uncounted(model: keras.Model) -> Skips | None:
     Under JAX it is that of an unwrapped optimizer. Keras's own step applies
     gradients once, whereas a user's may do so now and then.
     """
-    is_counted = _ON_TENSORFLOW or model.run_eagerly or _ask is not _ask_nobody
+    is_counted = _ON_TENSORFLOW or model.run_eagerly or _sink is not _no_sink
     if is_counted or training.has_own_step(model):
         return None
     return None if model.optimizer is None else _skips.get(model.optimizer)

@@ -13,7 +13,6 @@ import keras
 
 from tfmix import _formats, _messages
 from tfmix._keras import (
-    compile_method,
     context_values,
     layers,
     optimizers,
@@ -109,25 +108,22 @@ def _compile(
     refuse_two_scales(given)
     if isinstance(given, scaling.LossScaleOptimizer):
         _warn_of_keras_policy(model)
-    fixed = getattr(given, "loss_scale_factor", None)
     # Keras creates an optimizer here, and computes nothing in 16 bit.
     with context_values.holding(rules=context_values.NO_RULES):
         original(*args, **kwargs)
-    compile_method.save_argument(model, "auto_scale_loss", wanted)
+    training.save_argument(model, "auto_scale_loss", wanted)
     part = replacing.part(model, replacing.RULES)
     optimizer = getattr(model, "optimizer", None)
     if wanted and optimizer is not None:
-        if compile_method.has_wrapped(model):
+        if training.has_wrapped(model):
             # Keras decides by the model's own policy, not by its layers'.
             optimizer = optimizer.inner_optimizer
-            if optimizer is given:
-                optimizer.loss_scale_factor = fixed
         level = None if part is None else part.level
         with context_values.holding(rules=context_values.NO_RULES):
             optimizer = choose(optimizer, model, level)
         if optimizer is not model.optimizer:
             named = saved(optimizer, model)
-            compile_method.adopt_optimizer(model, optimizer, named)
+            training.adopt_optimizer(model, optimizer, named)
     is_ours = isinstance(optimizer, scaling.LossScaleOptimizer)
     if part is not None or is_ours:
         guard.attach(model)
@@ -201,28 +197,12 @@ def choose(
     float16 = layers.computes_in(model, "float16")
     if not float16 and not layers.computes_in(model, "bfloat16"):
         return optimizer
-    fixed = optimizer.loss_scale_factor
-    if fixed is not None:
-        # Otherwise gradients would be divided twice. The user's own object is
-        # changed, because a copy would ignore later changes of the learning
-        # rate.
-        optimizer.loss_scale_factor = None
-        _messages.info(
-            "the fixed loss_scale_factor=%r of %r is now "
-            "LossScaleOptimizer(..., loss_scale=%r), which also skips steps "
-            "that are not finite.",
-            fixed,
-            optimizer.name,
-            fixed,
-        )
     if pure and not isinstance(
         optimizer, sixteen_bit_optimizer.SixteenBitOptimizer
     ):
         optimizer = _automatic(master_weights.MasterWeightOptimizer(optimizer))
     rule: Any = "dynamic"
-    if fixed is not None:
-        rule = rules.FixedLossScale(float(fixed))
-    elif not float16 or level == "O3":
+    if not float16 or level == "O3":
         # `NoLossScale` still skips steps that are not finite.
         rule = rules.NoLossScale()
     return _automatic(scaling.LossScaleOptimizer(optimizer, loss_scale=rule))
@@ -241,7 +221,7 @@ def saved(
     inner = optimizer
     while getattr(inner, "is_automatic", False):
         if not isinstance(getattr(inner, "rule", None), chosen | None):
-            # A factor of the user's or a level decided.
+            # A level decided.
             return optimizer
         inner = inner.inner_optimizer
     return inner
@@ -270,15 +250,8 @@ def without_automatic(
     optimizer: keras.optimizers.Optimizer,
 ) -> keras.optimizers.Optimizer:
     """Removes what `choose` put around an optimizer, or inside a user's."""
-    fixed = None
     while getattr(optimizer, "is_automatic", False):
-        rule = getattr(optimizer, "rule", None)
-        if isinstance(rule, rules.FixedLossScale):
-            # The scale comes from the factor that the user gave the optimizer.
-            fixed = rule.scale
         optimizer = optimizer.inner_optimizer
-    if fixed is not None:
-        optimizer.loss_scale_factor = fixed
     inner = vars(optimizer).get("inner_optimizer")
     if getattr(inner, "is_automatic", False):
         optimizer.inner_optimizer = inner.inner_optimizer

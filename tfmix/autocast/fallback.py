@@ -19,7 +19,6 @@ from tfmix._keras import (
     layers,
     replacing,
     tracing,
-    training,
     variables,
 )
 from tfmix.autocast import exact_inputs
@@ -29,6 +28,8 @@ from tfmix.policy import policy as policies
 # Marks an error that float32 did not fix, so that outer layers do not retry.
 _FINAL = "_tfmix_final"
 _FLOAT32 = policies.Policy("float32")
+# The dtypes of a user's code (`context_values.Block`).
+FLOAT32, SIXTEEN_BIT = "float32", "16 bit"
 
 
 def attach(layer: keras.Layer) -> None:
@@ -64,88 +65,6 @@ def reason(layer: keras.Layer) -> str:
     return state.why if state is not None and state.is_float32() else ""
 
 
-def retrying(
-    model: keras.Model, original: Callable, *args: Any, **kwargs: Any
-) -> Any:
-    """Makes a train function whose first call is tried again if it fails.
-
-    A user's own `train_step` may mix dtypes. It is then traced a second time,
-    on layers that return float32.
-
-    Args:
-        model: The model.
-        original: Its `make_train_function`.
-        *args: Positional arguments of `original`.
-        **kwargs: Keyword arguments of `original`.
-    """
-    before = model.train_function
-    original(*args, **kwargs)
-    function = model.train_function
-    if function is before or not training.has_own_step(model):
-        return function
-    is_first = True
-
-    def anew(*arguments: Any) -> Any:
-        nonlocal function
-        # Otherwise a part of the failed trace could run.
-        original(force=True)
-        function = model.train_function
-        return function(*arguments)
-
-    def first(*arguments: Any) -> Any:
-        nonlocal is_first
-        # A callback may have stored this function, or replaced it.
-        if not is_first:
-            return function(*arguments)
-        is_first = False
-        built = layers.is_built(model)
-        arguments = training.for_two_calls(model, arguments)
-        try:
-            logs = function(*arguments)
-        except Exception as error:
-            if not built:
-                # Variables created in a failed trace have no value.
-                raise
-            logs = _traced_again(model, error, lambda: anew(*arguments))
-        if model.train_function is first:
-            model.train_function = function
-        return logs
-
-    model.train_function = first
-    return first
-
-
-def _traced_again(
-    model: keras.Model, error: Exception, trace: Callable[[], Any]
-) -> Any:
-    """Traces a failed `train_step` again, after its layers return float32.
-
-    Raises the original error if that does not fix it.
-    """
-    if _is_final(error):
-        raise error
-    attach(model)
-    state, before = _of(model), replacing.by_role(model)
-    with contextlib.ExitStack() as undo:
-        _prepare_inside(model, undo)
-        undo.callback(replacing.restore, model, before)
-        wrappers = {**state.wrappers, "train_step": _as_float32_code}
-        replacing.swap(undo, state, "wrappers", wrappers)
-        replacing.attach(model, replacing.FALLBACK, state)
-        try:
-            logs = trace()
-        except Exception:
-            raise error from None
-        undo.pop_all()
-    _messages.warn(
-        "the layers that the `train_step` of %r calls return float32 "
-        "to it from now on, because its code cannot compute in 16 bit. %s",
-        model.name,
-        _cause(error),
-    )
-    return logs
-
-
 def reasons(model: keras.Layer) -> list[str]:
     """Lists which layers of a model have fallen back to float32, and why."""
     return [
@@ -164,7 +83,7 @@ def assign_exactly(original: Callable, variable: Any, value: Any) -> Any:
     if not has_rules or global_state.on_shapes_only():
         return original(variable, value)
     value = exact_values.before_cast(value)
-    may_fall_back = context_values.block.get().may_fall_back
+    may_fall_back = context_values.block.get().users_code == SIXTEEN_BIT
     if may_fall_back and not exact_values.is_exact(value):
         raise TypeError(
             f"16-bit numbers are assigned to the variable {variable.path!r}, "
@@ -184,8 +103,6 @@ class _Fallback:
         self.why = ""
         # The float32 policy after a fallback.
         self._policy: keras.DTypePolicy | None = None
-        # True until the first call.
-        self._new = True
         # The modes, training or not, in which its call has succeeded.
         self._proven: set[bool] = set()
         self.wrappers: Mapping[str, replacing.Wrapper] = {"call": self.run}
@@ -196,11 +113,7 @@ class _Fallback:
         return policy is not None and policy is layers.own_policy(self._layer)
 
     def run(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        to_float32_code = context_values.block.get().is_float32_code
-        if self._new:
-            self._new = False
-            if self._is_float32_code():
-                _attach_inside(self._layer)
+        to_float32_code = context_values.block.get().users_code == FLOAT32
         mode = kwargs.get("training") is True
         is_new = mode not in self._proven and not self.is_float32()
         if is_new and _would_last(self._layer):
@@ -248,17 +161,13 @@ class _Fallback:
 
         Keras's own layers keep a 16-bit state, such as that of an RNN.
         """
-        outside = context_values.block.get()
-        may_fall_back = self._is_users and _may_change(self._layer)
-        is_float32_code = self._is_float32_code()
-        if (may_fall_back, is_float32_code) == (
-            outside.may_fall_back,
-            outside.is_float32_code,
-        ):
-            return contextlib.nullcontext()
-        return context_values.holding(
-            may_fall_back=may_fall_back, is_float32_code=is_float32_code
-        )
+        code = ""
+        if self._is_users and self._layer.compute_dtype == "float32":
+            # If it fell back before it was saved, it computes as before.
+            code = FLOAT32
+        elif self._is_users and _may_change(self._layer):
+            code = SIXTEEN_BIT
+        return context_values.holding(users_code=code)
 
     def _returns_16_bit(self) -> bool:
         """Returns whether what wide ops return to the layer's code is rounded.
@@ -280,17 +189,10 @@ class _Fallback:
             value, self._layer.compute_dtype
         )
 
-    def _is_float32_code(self) -> bool:
-        """Returns whether it is a user's layer that computes in float32.
-
-        If it fell back before it was saved, its code then computes as before.
-        """
-        return self._is_users and self._layer.compute_dtype == "float32"
-
     def _fall_back(self, error: Exception, undo: contextlib.ExitStack) -> None:
-        """Makes the layer float32, and the layers inside ready for that."""
+        """Makes the layer float32, and the cells inside."""
         self.why = _cause(error)
-        _prepare_inside(self._layer, undo)
+        _make_cells_float32(self._layer, undo)
         _make_float32(self._layer, undo)
         self._policy = layers.own_policy(self._layer)
 
@@ -301,7 +203,7 @@ class _Fallback:
         with (
             variables.autocast("float32"),
             # Layers that it creates are float32, too.
-            context_values.holding(policy=_FLOAT32, is_float32_code=True),
+            context_values.holding(policy=_FLOAT32, users_code=FLOAT32),
         ):
             return original(*args, **kwargs)
 
@@ -324,11 +226,6 @@ class _Fallback:
         )
 
 
-def _as_float32_code(original: Callable, *args: Any, **kwargs: Any) -> Any:
-    with context_values.holding(is_float32_code=True):
-        return original(*args, **kwargs)
-
-
 def _is_final(error: BaseException | None) -> bool:
     """Returns whether float32 has been tried; Keras re-raises errors."""
     while error is not None:
@@ -349,23 +246,12 @@ def _cause(error: Exception) -> str:
     return f"{_users_code.users_line(error)}{kind}{said}."
 
 
-def _prepare_inside(layer: keras.Layer, undo: contextlib.ExitStack) -> None:
-    """Prepares the layers inside one for its code in float32."""
-    _attach_inside(layer)
+def _make_cells_float32(layer: keras.Layer, undo: contextlib.ExitStack) -> None:
     for cell in filter(_is_cell, layers.own_layers(layer)):
         # It shares its states with the loop around it.
         for part in layers.flat_layers(cell):
             if part.compute_dtype in _formats.SIXTEEN_BIT:
                 _make_float32(part, undo)
-
-
-def _attach_inside(layer: keras.Layer) -> None:
-    """Attaches fallbacks to the models inside that only connect layers, too.
-
-    Their layers return 16 bit to them, and they return float32.
-    """
-    for inner in layers.called(layer)[1:]:
-        attach(inner)
 
 
 def _make_float32(layer: keras.Layer, undo: contextlib.ExitStack) -> None:
@@ -411,7 +297,7 @@ def _noted(layer: keras.Layer, is_new: bool) -> Callable[[], None]:
     if scope is not None:
         restore_scope = global_state.noted_scope(scope)
     elif is_new and not tracing.will_run_later():
-        values = [(v, variables.copied(v)) for v in _state(layer)]
+        values = [(v, variables.read(v)) for v in _state(layer)]
 
     def restore() -> None:
         if scope is not None:

@@ -16,24 +16,18 @@ import keras
 
 from tfmix import _formats, _messages
 from tfmix._keras import (
-    compile_method,
     context_values,
     global_state,
     layers,
     replacing,
-    version,
 )
-from tfmix.autocast import compile as compiling
-from tfmix.autocast import exact_inputs, fallback, record, replaced
+from tfmix.autocast import exact_inputs, fallback, record
 from tfmix.ops import stand_ins
 from tfmix.policy import float32_layers
 from tfmix.policy import policy as policies
 from tfmix.policy.devices import is_on_tpu
 
 _lock = threading.RLock()
-_hooks = replacing.Replacements()
-compile_method.use(compiling.compiling)
-stand_ins.use(replaced.METHODS)
 # The choice of `set_global_policy`; `None` before its first call.
 _base: "_Choice | None" = None
 # The open scopes of all threads, latest last. The tuple is replaced rather than
@@ -56,7 +50,7 @@ def decide_by(decide: _Decide) -> None:
     _decide = decide
 
 
-def asked(policy: Any, for_all: bool = False) -> keras.DTypePolicy:
+def resolve_policy(policy: Any, for_all: bool = False) -> keras.DTypePolicy:
     """Returns the policy that a user gets for a request."""
     accepted = accept(policy)
     return _decide(accepted, for_all) if _decide else accepted
@@ -88,7 +82,7 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
         >>> set_global_policy("float32")
     """
     global _base
-    accepted = asked(policy, for_all=True)
+    accepted = resolve_policy(policy, for_all=True)
     with _lock:
         if (scope := _own_scope()) is not None:
             scope.replace(accepted)
@@ -98,7 +92,7 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
                 global_state.make_float32()
         _refresh()
         if accepted.name == "float32" and not _open:
-            compile_method.stop_watching()
+            replacing.want(replacing.COMPILE, False)
 
 
 def global_policy() -> keras.DTypePolicy:
@@ -136,6 +130,7 @@ class policy_scope(contextlib.ContextDecorator):
 
     Raises:
         TypeError, ValueError: As `set_global_policy`.
+        RuntimeError: If it ends before a scope that was opened inside it.
 
     Examples:
         >>> with policy_scope("mixed_float16"):
@@ -145,7 +140,7 @@ class policy_scope(contextlib.ContextDecorator):
     """
 
     def __init__(self, policy: str | keras.DTypePolicy) -> None:
-        self._policy = asked(policy)
+        self._policy = resolve_policy(policy)
         self._entered: list[_Scope] = []
 
     def __enter__(self) -> keras.DTypePolicy:
@@ -172,16 +167,17 @@ class policy_scope(contextlib.ContextDecorator):
     def _leave(self) -> None:
         global _open
         # As a decorator, one object has a scope for each call in each thread.
-        scope = ([*filter(_is_own, self._entered)] or self._entered)[-1]
+        own = [*filter(_is_own, self._entered)]
+        if not own or own[-1] is not _own_scope():
+            raise RuntimeError(
+                f"`policy_scope({self._policy.name!r})` ends in the thread "
+                "that opened it, and after the scopes opened inside it. Close "
+                "those first, or write `with tfmix.policy_scope(...):`."
+            )
+        scope = own[-1]
         self._entered.remove(scope)
-        # A scope restores the rules that it found. So those that were opened
-        # after this one, and end later, are opened again without it.
-        later = [x for x in _open[_open.index(scope) + 1 :] if _is_own(x)]
-        for each in reversed([scope, *later]):
-            each.close()
+        scope.close()
         _open = tuple(other for other in _open if other is not scope)
-        for each in later:
-            each.open_rules()
 
 
 def accept(policy: Any) -> keras.DTypePolicy:
@@ -253,12 +249,8 @@ class _Scope:
 
     def replace(self, policy: keras.DTypePolicy) -> None:
         self.choice = _Choice(policy)
-        self.open_rules()
-
-    def open_rules(self) -> None:
-        self._rules.close()
-        rules = policies.rules_of(self.choice.given)
-        self._rules.enter_context(stand_ins.block(rules))
+        self.close()
+        self._rules.enter_context(stand_ins.block(policies.rules_of(policy)))
 
     def close(self) -> None:
         self._rules.close()
@@ -296,12 +288,12 @@ def _refresh() -> None:
     bases = [] if _base is None else [_base]
     choices = [*bases, *(scope.choice for scope in _open)]
     # A float32 scope only needs the hooks if Keras has another policy.
-    if any(choice.given.name != "float32" for choice in choices) or (
-        _open and global_state.policy_name() != "float32"
-    ):
-        _hook()
-    else:
-        _hooks.set({})
+    is_on = any(choice.given.name != "float32" for choice in choices) or (
+        bool(_open) and global_state.policy_name() != "float32"
+    )
+    replacing.want(replacing.LAYERS, is_on)
+    if is_on:
+        replacing.want(replacing.COMPILE, True)
 
 
 def _replaced_by_keras(policy: keras.DTypePolicy) -> bool:
@@ -316,7 +308,7 @@ def _replaced_by_keras(policy: keras.DTypePolicy) -> bool:
     policy = _with_rules(policy)
     if choice.went_back(policy):
         return True
-    accepted = asked(policy, for_all=True)
+    accepted = resolve_policy(policy, for_all=True)
     if not choice.went_back(accepted):
         choice.policies.append(accepted)
         _messages.warn_once(
@@ -333,25 +325,12 @@ def _replaced_by_keras(policy: keras.DTypePolicy) -> bool:
 
 def hooks_keras() -> bool:
     """Returns whether Keras gets its policy from tfmix now."""
-    return bool(_hooks.places())
+    return replacing.is_wanted(replacing.LAYERS)
 
 
-def _hook() -> None:
-    """Makes Keras get its policy from tfmix, if it does not yet."""
-    if hooks_keras():
-        return
-    wanted: dict[replacing.Place, Callable[[Any], Any]] = {
-        global_state.POLICY_STORE: _store,
-        (keras.Layer, "__init__"): _initializer,
-    }
-    for owner, name in (*wanted, compile_method.PLACE):
-        if name not in vars(owner):
-            raise version.misfit(f"{owner!r} has no {name!r}")
-    _hooks.set(wanted)
-    compile_method.watch()
+def policy_store(store: types.ModuleType) -> types.ModuleType:
+    """Returns what makes Keras get its policy from tfmix."""
 
-
-def _store(store: types.ModuleType) -> types.ModuleType:
     def get(name: str, *args: Any, **kwargs: Any) -> Any:
         policy = _lookup() if name == global_state.POLICY_KEY else None
         if policy is None:
@@ -367,7 +346,9 @@ def _store(store: types.ModuleType) -> types.ModuleType:
     return replacing.copy_module(store, functions)
 
 
-def _initializer(original: Callable) -> Callable:
+def initializer(original: Callable) -> Callable:
+    """Returns the constructor of all layers."""
+
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)

@@ -14,13 +14,11 @@ import keras
 
 from tfmix import _formats, _messages
 from tfmix._keras import (
-    compile_method,
     context_values,
     files,
     global_state,
     graphs,
     layers,
-    optimizers,
     replacing,
     tapes,
     training,
@@ -34,7 +32,6 @@ from tfmix.float8 import chosen_layers
 from tfmix.gradient_scaling import heads, model_call, outermost, placing
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.ops import exact_values, stand_ins, tensors
-from tfmix.optimizers import sixteen_bit_optimizer
 from tfmix.policy import policy as policies
 from tfmix.policy.devices import devices
 
@@ -65,7 +62,7 @@ def set_policy(model: keras.Model, policy: keras.DTypePolicy) -> None:
     """Gives a model the record of a policy, or none if that is not 16-bit."""
     chosen_layers.restore(model, {})
     if policies.is_sixteen_bit(policy):
-        compile_method.watch()
+        replacing.want(replacing.COMPILE, True)
         layers.rematerialize_anew(model)
         exact_inputs.begin_exact(model)
         record = _MixedModel(model, policy)
@@ -131,10 +128,8 @@ class _MixedModel:
         model = self._model
         wrappers: dict[str, replacing.Wrapper] = {
             "call": self._call,
-            "compile": functools.partial(compile_method.while_watched, model),
+            "compile": functools.partial(training.compile_replaced, model),
             "fit": self._fit,
-            "evaluate": functools.partial(self._swapped, "evaluate"),
-            "predict": functools.partial(self._swapped, "predict"),
             "make_train_function": self._make_train_function,
             "train_step": self._train_step,
             "test_step": self._test_step,
@@ -170,7 +165,6 @@ class _MixedModel:
 
     def ruled(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the policy's rules hold."""
-        stand_ins.keep(self._rules)
         return stand_ins.block(self._rules)
 
     def _call(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -184,7 +178,13 @@ class _MixedModel:
         if self._calls.parts:
             run = functools.partial(heads.run_graph, self._model)
             self._wrap(**{graphs.RUN_GRAPH: run})
-        return self._calls.run(*args, **kwargs)
+        code = context_values.block.get().users_code
+        with context_values.holding(users_code=""):
+            outputs = self._calls.run(*args, **kwargs)
+        if code == fallback.FLOAT32:
+            wide = exact_values.to_float32_with_notes
+            return tensors.map_leaves(outputs, wide)
+        return outputs
 
     def _wrap(self, **more: replacing.Wrapper) -> None:
         """Wraps further methods of the model."""
@@ -194,34 +194,14 @@ class _MixedModel:
 
     def _fit(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         exact_inputs.warn_of_rounded_data(args, kwargs)
-        fit = functools.partial(self._swapped, "fit", original)
-        return _reports.fit(self._model, fit, *args, **kwargs)
+        return _reports.fit(self._model, original, *args, **kwargs)
 
     def _make_train_function(
         self, original: Callable, *args: Any, **kwargs: Any
     ) -> Any:
-        made = fallback.retrying(self._model, original, *args, **kwargs)
+        made = original(*args, **kwargs)
         _reports.begin(self._model)
         return made
-
-    def _swapped(
-        self, method: str, original: Callable, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Makes `SwapEMAWeights` swap master weights of 16-bit variables."""
-        swapping = [
-            callback
-            for callback in training.callbacks(method, args, kwargs)
-            if isinstance(callback, keras.callbacks.SwapEMAWeights)
-        ]
-        optimizer = getattr(self._model, "optimizer", None)
-        owner = swapping and sixteen_bit_optimizer.owner(optimizer)
-        if not owner or not optimizers.keeps_averages(owner):
-            return original(*args, **kwargs)
-        swaps = owner.swap_averages, owner.overwrite_averages
-        with contextlib.ExitStack() as undo:
-            for callback in swapping:
-                optimizers.swap_averages_by(undo, callback, *swaps)
-            return original(*args, **kwargs)
 
     def _make_inferring(
         self, kind: str, original: Callable, *args: Any, **kwargs: Any
@@ -240,14 +220,22 @@ class _MixedModel:
             setattr(model, name, now)
 
     def _test_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        step = functools.partial(self._under_rules, original)
+        step = functools.partial(self._users_code, original)
         if keras.backend.backend() == "tensorflow":
             return step(*args, **kwargs)
         return tapes.inference_step(step, *args, **kwargs)
 
     def _train_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         given = self._place(args, kwargs)
-        with context_values.holding(place_of_step=given, in_fit=True):
+        with context_values.holding(place_of_step=given):
+            return self._users_code(original, *args, **kwargs)
+
+    def _users_code(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Runs a step, to which the layers that it calls return float32.
+
+        A user's own step may combine their results with float32.
+        """
+        with context_values.holding(users_code=fallback.FLOAT32):
             return self._under_rules(original, *args, **kwargs)
 
     def _place(self, args: tuple, kwargs: dict) -> Any:
@@ -259,7 +247,9 @@ class _MixedModel:
             return optimizer.place()
         order = training.STEP_ON_JAX
         _, _, values, _ = replacing.argument(order, args, kwargs, "state")
-        with keras.StatelessScope(optimizer.checked_mapping(values)):
+        # Keras refuses another number of values, and says so.
+        mapping = zip(optimizer.variables, values, strict=False)
+        with keras.StatelessScope(mapping):
             return optimizer.place()
 
     def _in_float32(self, original: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -1,19 +1,27 @@
 """Lists every name that is replaced in the process, with its maker and why.
 
-`stand_ins` replaces the ops behind `keras.ops` and the operators of tensors
-while a 16-bit policy is active, and the methods below. `global_policy` replaces
-what says which policy a new layer gets, and `compile_method` Keras's `compile`.
+`_keras/replacing` puts these names in and takes them out, in three groups:
+
+- `compile` is replaced from the import of tfmix on, because copies and loaded
+  files give you models with 16-bit layers while no policy is active.
+- What makes a new layer is replaced while a policy is set or a scope is open.
+- Ops and the methods beside them are replaced while rules are active for any
+  caller. Each replacement looks up the rules of its caller, and calls the
+  original if there are none.
+
+Besides these names, a model with a record holds wrappers of its own methods
+(`record`), and `tfmix run` replaces what it watches (`tools/run`).
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import keras
 
 from tfmix._keras import (
-    compile_method,
     custom_vjp,
+    global_state,
     layers,
     op_places,
     replacing,
@@ -21,85 +29,191 @@ from tfmix._keras import (
     training,
 )
 from tfmix._keras import variables as keras_variables
-from tfmix.autocast import bare_optimizers, fallback
+from tfmix._keras.replacing import COMPILE, LAYERS, OPS
+from tfmix.autocast import bare_optimizers, fallback, global_policy
+from tfmix.autocast import compile as compiling
 from tfmix.ops import (
+    apply,
     attention,
     exact_values,
     recomputation,
     stand_ins,
-    weights,
+    ways,
 )
-from tfmix.ops.stand_ins import Method, late
 from tfmix.optimizers import sixteen_bit_optimizer
+from tfmix.policy import policy as policies
 
 
-def _recomputed(original: Callable) -> Any:
+class Replaced(NamedTuple):
+    """Some names that are replaced together.
+
+    Attributes:
+        group: When they are replaced: `COMPILE`, `LAYERS` or `OPS`.
+        why: What is different under a policy.
+        places: The owner and the name of each, or what finds these.
+        make: Takes the original, and returns what replaces it.
+        rule: The rule under which an op or method is replaced.
+    """
+
+    group: str
+    why: str
+    places: Sequence[replacing.Place] | Callable[[], Sequence[replacing.Place]]
+    make: replacing.Maker
+    rule: str = policies.SIXTEEN_BIT
+
+
+_under_policy = functools.partial(replacing.under, policies.SIXTEEN_BIT)
+
+
+def _of_user(original: Callable) -> Any:
     return recomputation.alike(original, stand_ins.block_as_now)
 
 
 if keras.backend.backend() == "tensorflow":
-    _OF_BACKEND: tuple[Method, ...] = (
-        # A user may ask for the gradient of the 16-bit copy of a tensor.
-        Method(tapes.GRADIENTS, late(tapes.noting_sources), always=True),
-        Method(tapes.OF_GRAPHS, late(tapes.without_rules), always=True),
-        # A graph that was traced without a tape has no gates.
-        Method(tapes.TRACE, late(tapes.traced_for_gradients), always=True),
+    _OF_BACKEND: tuple[Replaced, ...] = (
+        Replaced(
+            OPS,
+            "A tape may be asked for the gradient of a tensor's 16-bit copy.",
+            tapes.GRADIENTS,
+            replacing.lazily(tapes.noting_sources),
+        ),
+        Replaced(
+            OPS,
+            "The gradients of a graph have the dtypes of its tensors.",
+            tapes.OF_GRAPHS,
+            replacing.lazily(tapes.without_rules),
+        ),
+        Replaced(
+            OPS,
+            "A function that was traced without a tape has no gates.",
+            tapes.TRACE,
+            replacing.lazily(tapes.traced_for_gradients),
+        ),
     )
 else:
     from tfmix.ops import jax_custom_gradients
 
     _OF_BACKEND = (
-        # Gradients are scaled inside of a model, but not those of a user's.
-        Method(
+        Replaced(
+            OPS,
+            "A user's gradient function in a model gets unscaled gradients.",
             custom_vjp.PLACES,
-            late(jax_custom_gradients.unscaled),
-            always=True,
+            replacing.lazily(jax_custom_gradients.unscaled),
         ),
     )
 
-METHODS = (
-    # It makes a copy of a variable that knows its float32 source.
-    Method(
-        [keras_variables.AUTOCAST],
-        functools.partial(keras_variables.reading, copied=weights.copied),
-        always=True,
+LIST = (
+    Replaced(
+        COMPILE,
+        "A model with 16-bit layers gets its optimizer and its guard.",
+        functools.partial(replacing.definers, keras.Model, "compile"),
+        compiling.compiling,
     ),
-    # A loop would keep float32 sums of all its steps.
-    Method(layers.LOOPS, weights.loop),
-    # A layer's state is what float32 computes.
-    Method(
+    Replaced(
+        LAYERS,
+        "A new layer gets tfmix's policy, in all threads.",
+        [global_state.POLICY_STORE],
+        global_policy.policy_store,
+    ),
+    Replaced(
+        LAYERS,
+        "Rules keep a layer in float32, and its code may fall back to that.",
+        [(keras.Layer, "__init__")],
+        global_policy.initializer,
+    ),
+    Replaced(
+        OPS,
+        "A variable's 16-bit copy knows its float32 source.",
+        [keras_variables.AUTOCAST],
+        apply.noting_weights,
+    ),
+    Replaced(
+        OPS,
+        "A layer's state is what float32 computes.",
         [keras_variables.ASSIGN],
         functools.partial(
             keras_variables.assigning, exactly=fallback.assign_exactly
         ),
-        always=True,
     ),
-    # Regularizers and added losses exceed float16.
-    Method(training.PENALTIES, exact_values.with_float32_arguments),
-    # A step whose gradients are not finite is skipped.
-    Method(
+    Replaced(
+        OPS,
+        "A loop would keep float32 sums of all its steps.",
+        layers.LOOPS,
+        _under_policy(ways.in_time_steps),
+    ),
+    Replaced(
+        OPS,
+        "Regularizers and added losses exceed float16.",
+        training.PENALTIES,
+        _under_policy(exact_values.with_float32_arguments),
+    ),
+    Replaced(
+        OPS,
+        "A step whose gradients are not finite is skipped.",
         functools.partial(
             replacing.definers, keras.optimizers.Optimizer, "apply"
         ),
-        bare_optimizers.applying,
+        _under_policy(bare_optimizers.applying),
     ),
-    Method(
+    Replaced(
+        OPS,
+        "So is one of an optimizer of tfmix's that nothing wraps.",
         [(sixteen_bit_optimizer.SixteenBitOptimizer, "apply")],
-        bare_optimizers.applying,
+        _under_policy(bare_optimizers.applying),
     ),
-    # A user's gradient runs after the layer's call, under its settings.
-    Method(recomputation.PLACES, late(_recomputed), always=True),
+    Replaced(
+        OPS,
+        "A user's gradient runs under the settings of the layer's call.",
+        recomputation.PLACES,
+        replacing.lazily(_of_user),
+    ),
     *_OF_BACKEND,
-    # Files name the optimizer that `compile` got.
-    Method(
-        [compile_method.OLD_FORMAT],
-        late(compile_method.naming_saved_optimizer),
-        always=True,
+    Replaced(
+        OPS,
+        "A file of the old format names the optimizer that `compile` got.",
+        [training.OLD_FORMAT],
+        replacing.lazily(training.naming_saved_optimizer),
     ),
-    # With dropout, attention layers do not call the op.
-    Method(
+    Replaced(
+        OPS,
+        "With dropout, attention layers do not call the op.",
         op_places.ATTENTION_METHODS,
-        attention.attention_in_float32,
+        replacing.under(op_places.ATTENTION, attention.attention_in_float32),
         rule=op_places.ATTENTION,
     ),
 )
+OF_OPS = "An op computes by the policy's lists, and by what comes."
+
+
+def reasons(group: str, what: Any) -> dict[replacing.Place, str]:
+    """Returns why each name of a group is replaced.
+
+    Args:
+        group: One of `COMPILE`, `LAYERS` and `OPS`.
+        what: For ops, the active rules.
+    """
+    found = {p: each.why for each, p in _places(group, what)}
+    if group == OPS:
+        found |= dict.fromkeys(stand_ins.makers(what), OF_OPS)
+    return found
+
+
+def _makers(group: str, what: Any) -> Mapping[replacing.Place, replacing.Maker]:
+    """Returns what a group replaces, and with what."""
+    found = {place: each.make for each, place in _places(group, what)}
+    return {**stand_ins.makers(what), **found} if group == OPS else found
+
+
+def _places(group: str, what: Any) -> list[tuple[Replaced, replacing.Place]]:
+    return [
+        (each, place)
+        for each in LIST
+        if each.group == group and (group != OPS or each.rule in what)
+        for place in (each.places() if callable(each.places) else each.places)
+    ]
+
+
+def begin() -> None:
+    """Replaces `compile`, and others as policies need them."""
+    replacing.use(_makers)
+    replacing.want(COMPILE, True)

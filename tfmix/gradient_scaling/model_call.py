@@ -79,7 +79,7 @@ def between_gates(
     if not tapes.may_be_asked():
         results = call(*args, **kwargs)
         return _unscaled(model.name, results) if _TENSORFLOW else results
-    nest = tensors.map_leaves((args, kwargs), keras_variables.unwrap)
+    nest = tensors.map_leaves((args, kwargs), keras_variables.read)
     given = list(filter(_is_float, _arrays(nest)))
     exact = [*map(exact_values.before_cast, given)]
     scope = global_state.open_scope()

@@ -67,7 +67,8 @@ def of(model: keras.Model) -> Any:
         A number, or a float32 scalar tensor; a power of two under the default
         rule.
     """
-    of_step, step = context_values.block.get().place_of_step, guard.around()
+    of_step = context_values.block.get().place_of_step
+    step = guard.current_step()
     if of_step is not None and not (step is not None and step.is_own):
         return of_step
     known = [] if of_step is None else [of_step]
@@ -134,7 +135,7 @@ def stays(is_data: Any, in_a_row: Any) -> Any:
         is_data: Bool or boolean scalar tensor, whether gradients are NaN.
         in_a_row: Integer or integer scalar tensor, the skipped steps before.
     """
-    if is_data is False or context_values.block.get().in_fit:
+    if is_data is False or context_values.block.get().step is not None:
         return is_data
     return ops.logical_and(is_data, in_a_row < _BAD_BATCHES)
 

@@ -1,4 +1,4 @@
-"""Replaces Keras's ops and some methods while a rule is active.
+"""Replaces Keras's ops while a rule is active.
 
 Keras looks up its ops in a few modules. While a rule is active for any caller,
 these modules are replaced by copies. Their functions, and the operators of
@@ -10,63 +10,25 @@ import functools
 import inspect
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from tfmix._keras import (
     context_values,
     op_places,
     replacing,
 )
-from tfmix.ops import apply, attention, logits, loops, weights
+from tfmix.ops import apply, logits, ways
 from tfmix.policy import op_lists
 from tfmix.policy import policy as policies
 
-Maker = Callable[[Any], Any]
-
-# The functions that compute ops in a way of their own. `apply` computes others.
-WAYS: dict[str, apply.Way] = {
-    **loops.WAYS,
-    **dict.fromkeys(("softmax", "sigmoid"), logits.with_logits),
-    "dot_product_attention": attention.dot_product_attention,
-    "separable_conv": weights.separable_conv,
-    "take": weights.take,
-}
-_OPS = {*op_lists.NARROW, *op_lists.DEFAULT_FLOAT32_OPS, *WAYS}
-
-
-class Method(NamedTuple):
-    """A method that is replaced besides ops, and what makes its stand-in.
-
-    Attributes:
-        places: The owner and the name of each method, or what finds these.
-        make: Takes the original, and returns what replaces it.
-        rule: The rule under which it is replaced, and holds.
-        always: Whether it holds for every caller while it is replaced. Then it
-            is made at once (see `late`).
-    """
-
-    places: Sequence[replacing.Place] | Callable[[], Sequence]
-    make: Maker
-    rule: str = policies.SIXTEEN_BIT
-    always: bool = False
-
-
-# The methods that are replaced (`autocast.replaced`).
-_methods: list[Method] = []
+_OPS = {*op_lists.NARROW, *op_lists.DEFAULT_FLOAT32_OPS, *ways.WAYS}
 
 _lock = threading.RLock()
-_replacements = replacing.Replacements()
 # Rules of running blocks, counted over all threads.
 _running: Counter[frozenset[str]] = Counter()
-# These stay replaced until the next `install`, even without a block.
-_kept: frozenset[str] = frozenset()
+# The rules whose names are replaced now.
 _replaced: frozenset[str] = frozenset()
-
-
-def use(methods: Iterable[Method]) -> None:
-    """Sets which methods are replaced besides ops."""
-    _methods[:] = methods
 
 
 def install(wanted: Iterable[str]) -> None:
@@ -75,28 +37,15 @@ def install(wanted: Iterable[str]) -> None:
     Functions traced earlier (`tf.function`, `jax.jit`, a model's compiled
     `train_step`) keep the rules they were traced under.
     """
-    global _kept
     with _lock:
-        context_values.installed.rules, _kept = frozenset(wanted), frozenset()
-        _refresh()
+        context_values.installed.rules = frozenset(wanted)
+        running = [names for names, blocks in _running.items() if blocks]
+        _replace(context_values.installed.rules.union(*running))
 
 
 def installed() -> frozenset[str]:
     """Returns the rules that are active outside blocks."""
     return context_values.installed.rules
-
-
-def keep(wanted: frozenset[str]) -> None:
-    """Keeps the replacements of these rules until the next `install`.
-
-    A model with a policy runs each call in a block, and would otherwise replace
-    and restore them each time.
-    """
-    global _kept
-    if not wanted <= _kept:
-        with _lock:
-            _kept |= wanted
-            _refresh()
 
 
 @contextlib.contextmanager
@@ -116,15 +65,19 @@ def block(names: Iterable[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replacing(wanted: frozenset[str]) -> Iterator[None]:
+    """Replaces what rules need, until `install` is called after the block.
+
+    A model with a policy runs each call in a block, and would otherwise replace
+    and restore them each time.
+    """
     with _lock:
         _running[wanted] += 1
-        _refresh()
+        _replace(_replaced | wanted)
     try:
         yield
     finally:
         with _lock:
             _running[wanted] -= 1
-            _refresh()
 
 
 def block_as_now() -> Callable[[], contextlib.AbstractContextManager]:
@@ -135,39 +88,30 @@ def block_as_now() -> Callable[[], contextlib.AbstractContextManager]:
     return functools.partial(_replacing, context_values.active_rules())
 
 
-def _refresh() -> None:
-    """Replaces exactly what active rules need."""
+def _replace(needed: frozenset[str]) -> None:
+    """Replaces exactly what rules need."""
     global _replaced
-    running = [names for names, blocks in _running.items() if blocks]
-    needed = context_values.installed.rules.union(_kept, *running)
     if needed != _replaced:
-        _replacements.set(_makers_for(needed) if needed else {})
+        replacing.want(replacing.OPS, needed)
         _replaced = needed
 
 
-def _makers_for(names: frozenset[str]) -> dict[replacing.Place, Maker]:
-    """Returns what a set of rules replaces, with functions that make it."""
-    makers: dict[replacing.Place, Maker] = {}
-    ops = set(names) - {policies.SIXTEEN_BIT}
-    if policies.SIXTEEN_BIT in names:
+def makers(rules: frozenset[str]) -> dict[replacing.Place, replacing.Maker]:
+    """Returns what a set of rules replaces of ops, with what makes it."""
+    found: dict[replacing.Place, replacing.Maker] = {}
+    ops = set(rules) - {policies.SIXTEEN_BIT}
+    if policies.SIXTEEN_BIT in rules:
         ops |= _OPS
         for place, (name, is_reversed) in op_places.OPERATORS.items():
-            makers[place] = functools.partial(
+            found[place] = functools.partial(
                 _of_op, name=name, is_reversed=is_reversed
             )
     for name in ops:
         # A module is copied as a whole, with a stand-in for each of its ops.
-        makers |= dict.fromkeys(
+        found |= dict.fromkeys(
             op_places.targets(name), functools.partial(_of_op, name=name)
         )
-    for method in _methods:
-        if method.rule in names:
-            places = method.places
-            make = functools.partial(_of_method, method=method)
-            makers |= dict.fromkeys(
-                places() if callable(places) else places, make
-            )
-    return makers
+    return found
 
 
 def _of_op(original: Any, name: str, is_reversed: bool = False) -> Any:
@@ -176,7 +120,7 @@ def _of_op(original: Any, name: str, is_reversed: bool = False) -> Any:
         copy = op_places.copy_module(original, _by_rules)
         for name in logits.LOSSES.keys() & vars(copy).keys():
             # These also hold where a loop computes the loss, outside of rules.
-            make = late(logits.recovering)
+            make = replacing.lazily(logits.recovering)
             setattr(copy, name, make(getattr(copy, name)))
         return copy
     if isinstance(original, staticmethod):
@@ -184,35 +128,4 @@ def _of_op(original: Any, name: str, is_reversed: bool = False) -> Any:
     return _by_rules(original, name, is_reversed=is_reversed)
 
 
-_by_rules = functools.partial(apply.by_rules, ways=WAYS)
-
-
-def late(make: Maker) -> Maker:
-    """Returns a maker whose stand-in calls `make` when it is first called."""
-
-    def made_late(original: Callable) -> Callable:
-        made = functools.cache(functools.partial(make, original))
-
-        @functools.wraps(original)
-        def stand_in(*args: Any, **kwargs: Any) -> Any:
-            return made()(*args, **kwargs)
-
-        return stand_in
-
-    return made_late
-
-
-def _of_method(original: Any, method: Method) -> Any:
-    """Returns a method that is replaced for callers under its rule."""
-    if method.always:
-        return method.make(original)
-    # Many of these are never called.
-    replaced = functools.cache(functools.partial(method.make, original))
-
-    @functools.wraps(original)
-    def stand_in(*args: Any, **kwargs: Any) -> Any:
-        if method.rule in context_values.active_rules():
-            return replaced()(*args, **kwargs)
-        return original(*args, **kwargs)
-
-    return stand_in
+_by_rules = functools.partial(apply.by_rules, ways=ways.WAYS)

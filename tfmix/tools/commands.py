@@ -141,7 +141,7 @@ def run_convert(options: argparse.Namespace) -> Outcome:
     model = load_model(options.source, compiled=not options.inference)
     with _messages.silenced():
         # Its messages are part of its report, which is printed.
-        policy = global_policy.asked(options.policy)
+        policy = global_policy.resolve_policy(options.policy)
         model, report, _ = convert.converted_copy(model, policy)
     model.save(target)
     auto = [devices().auto()] if options.policy == "auto" else []

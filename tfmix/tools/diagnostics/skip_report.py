@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import contextvars
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -9,13 +10,17 @@ from typing import Any, NamedTuple, TypeAlias
 
 import keras
 
-from tfmix._keras import context_values, replacing, training
+from tfmix._keras import replacing, training
 from tfmix._keras import variables as keras_variables
 from tfmix.autocast import bare_optimizers
 from tfmix.tools.diagnostics import progress_bar, skip_causes
 
 _DATA = ("x", "y", "sample_weight")
 _IDLE = "nothing is learnt; a LossScaleMonitor would stop the run"
+# The watch of the `fit` around.
+_watch_of_fit: contextvars.ContextVar[Any] = contextvars.ContextVar(
+    "tfmix_watch_of_fit", default=None
+)
 
 
 class Counted(NamedTuple):
@@ -112,7 +117,7 @@ class SkipWatch(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Forgets an earlier run."""
         self._reset()
-        around = context_values.block.get().fit
+        around = _watch_of_fit.get()
         if around is not None and around is not self:
             around._stands_back = True
             self.data, self.batch_size = around.data, around.batch_size
@@ -336,10 +341,11 @@ class Reporter:
         """Calls a model's `fit` with a watch around."""
         watch = self._make_watch()
         watch.read(args, kwargs)
+        token = _watch_of_fit.set(watch)
         try:
-            with context_values.holding(fit=watch):
-                return fit(*args, **kwargs)
+            return fit(*args, **kwargs)
         finally:
+            _watch_of_fit.reset(token)
             watch.leave()
 
     def begin(self, model: keras.Model) -> None:
@@ -347,7 +353,7 @@ class Reporter:
 
         Code of the user's may also call the `fit` of the model's class.
         """
-        watch = context_values.block.get().fit
+        watch = _watch_of_fit.get()
         history = getattr(model, "history", None)
         # That of an earlier run, which a single step would find, has entries.
         if watch is None and getattr(history, "history", None) == {}:

@@ -1,8 +1,6 @@
 """Runs XLA's compilers for accelerators that are not attached.
 
-The compilers come from the accelerators' wheels. Only this file compiles with
-private names of jaxlib; they were checked on jax 0.10.2 with libtpu 0.0.52 and
-the CUDA 12 plugin.
+The compilers come from the accelerators' wheels.
 """
 
 import contextlib
@@ -13,7 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from tfmix._keras import tracing
+from tfmix._keras import tracing, xla_compilers
 from tfmix.tools.hardware import target as targets
 
 _CUDA = "jax_plugins.xla_cuda12"
@@ -128,9 +126,7 @@ def _register_cuda() -> None:
     Without `JAX_PLATFORMS=cpu`, JAX does not register it on a machine that
     lacks any of the libraries for running programs.
     """
-    from jax._src import xla_bridge
-
-    if "cuda" not in xla_bridge._topology_factories:
+    if not xla_compilers.is_registered("cuda"):
         os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
         importlib.import_module(_CUDA).initialize()
 

@@ -22,7 +22,6 @@ import keras
 import numpy as np
 
 from tfmix._keras import (
-    compiled_calls,
     optimizers,
     replacing,
     tracing,
@@ -30,7 +29,7 @@ from tfmix._keras import (
 from tfmix._keras import variables as keras_variables
 from tfmix.autocast import bare_optimizers
 from tfmix.loss_scaling import optimizer as scaling
-from tfmix.tools.run import verdict
+from tfmix.tools.run import compiled_calls, verdict
 
 _SECONDS = 0.25
 # The clock is read after each of so many calls at most.
@@ -256,7 +255,7 @@ class Steps:
     def watch(self) -> None:
         """Watches every step from now on."""
         compiled_calls.listen(self._called)
-        bare_optimizers.ask(compiled_calls.ask)
+        bare_optimizers.set_sink(compiled_calls.report_later)
         places = {
             (owner, "apply"): self._applying for owner in optimizers.appliers()
         }

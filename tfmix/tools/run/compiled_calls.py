@@ -1,0 +1,223 @@
+"""Reports calls of step functions, which `tfmix run` counts and times.
+
+They are those of `tf.function`, of `jax.jit` and of `fit`, compiled or not.
+Only outermost calls count, and only of functions that call `note` while they
+run or are traced.
+"""
+
+import functools
+import threading
+import time
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from tfmix._keras import replacing, tracing
+
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
+else:
+    import jax
+
+# A listener gets the function, the notes of its trace, the time at which the
+# call began, and what it returned.
+Listener = Callable[[Any, list[Any], float, Any], None]
+_listeners: list[Listener] = []
+_replacements = replacing.Replacements()
+# The notes of the outermost functions that run now, by thread. A strategy
+# runs each replica in a thread of its own.
+_running: dict[int, list[Any]] = {}
+# The notes of each function.
+_notes: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+
+
+def listen(listener: Listener) -> None:
+    """Calls a function after each call of a step function, from now on."""
+    _listeners[:] = [listener]
+    name = "make_train_function"
+    owner = next(c for c in keras.Model.__mro__[1:] if name in vars(c))
+    places: dict[replacing.Place, Callable] = {
+        (owner, name): _make_train_function
+    }
+    if keras.backend.backend() == "tensorflow":
+        function = type(tf.function(lambda: None))
+        places[function, "__call__"] = _tensorflows_call
+    else:
+        places |= dict.fromkeys(tracing.JIT, _jit)
+    _replacements.set(places)
+
+
+def is_compiling() -> bool:
+    """Returns whether the running code is traced rather than computed."""
+    return bool(tracing.trace() != tracing.EAGER)
+
+
+def is_in_step() -> bool:
+    """Returns whether the running code is inside a step function."""
+    return bool(_running) or is_compiling()
+
+
+def note(what: Any) -> None:
+    """Adds a note to the step functions that run or are traced."""
+    for notes in list(_running.values()):
+        if what not in notes:
+            notes.append(what)
+
+
+def _called(function: Any, original: Callable, args: Any, kwargs: Any) -> Any:
+    thread = threading.get_ident()
+    # A function inside another one does not count as a call.
+    if thread in _running:
+        return original(*args, **kwargs)
+    began = time.perf_counter()
+    notes = _running[thread] = _notes.setdefault(function, [])
+    try:
+        outputs = original(*args, **kwargs)
+    finally:
+        del _running[thread]
+    if notes and not is_compiling():
+        for listener in _listeners:
+            listener(function, notes, began, outputs)
+    return outputs
+
+
+def _make_train_function(original: Callable) -> Callable:
+    """Makes the function of `fit` report its calls where it is eager, too."""
+
+    @functools.wraps(original)
+    def make_train_function(
+        model: keras.Model, *args: Any, **kwargs: Any
+    ) -> Any:
+        before = model.train_function
+        original(model, *args, **kwargs)
+        function = model.train_function
+        if function is before or _is_compiled(model, function):
+            return function
+
+        @functools.wraps(function)
+        def train_function(*args: Any) -> Any:
+            return _called(train_function, function, args, {})
+
+        model.train_function = train_function
+        return train_function
+
+    return make_train_function
+
+
+def _is_compiled(model: keras.Model, function: Any) -> bool:
+    """Returns whether the steps of a function of `fit` report their calls."""
+    if keras.backend.backend() == "tensorflow":
+        return hasattr(function, "get_concrete_function")
+    return bool(model.jit_compile) and not model.run_eagerly
+
+
+def _tensorflows_call(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = functools.partial(original, self)
+        return _called(self, call, args, kwargs)
+
+    return __call__
+
+
+def _jit(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def jit(*functions: Any, **settings: Any) -> Any:
+        if not functions:
+            # This is the decorator form, `@jax.jit(**settings)`.
+            return functools.partial(jit, **settings)
+        jitted = original(*functions, **settings)
+        if "out_shardings" in settings:
+            settings["out_shardings"] = settings["out_shardings"], None
+        return Jitted(jitted, original(_with_answers(*functions), **settings))
+
+    return jit
+
+
+def report_later(tell: Callable[[Any], Any], values: Any) -> None:
+    """Hands a function the values of tensors of a compiled function (JAX).
+
+    The outermost compiled function returns them as well, so nothing waits for
+    the host. A body of a loop or a branch cannot return them.
+    """
+    trace, answers = getattr(_asking, "now", _NOTHING)
+    if trace == tracing.trace():
+        answers[len(_tells)] = values
+        _tells.append(tell)
+
+
+# The trace of the compiled function that this thread traces, and its answers.
+_asking = threading.local()
+_NOTHING: tuple[Any, dict[int, Any]] = None, {}
+# The functions that get the answers, by the keys of these.
+_tells: list[Callable[[Any], Any]] = []
+
+
+# JAX compiles a function object once, also if it is given to `jit` again.
+@functools.lru_cache(maxsize=64)
+def _with_answers(function: Callable) -> Callable:
+    @functools.wraps(function)
+    def with_answers(*args: Any, **kwargs: Any) -> tuple[Any, dict]:
+        before = getattr(_asking, "now", _NOTHING)
+        answers: dict[int, Any] = {}
+        _asking.now = tracing.trace(), answers
+        try:
+            outputs = function(*args, **kwargs)
+        finally:
+            _asking.now = before
+        return outputs, answers
+
+    return with_answers
+
+
+class Jitted:
+    """A jitted function that reports its calls, and what it is asked."""
+
+    def __init__(self, jitted: Any, asked: Any) -> None:
+        functools.update_wrapper(self, jitted, updated=())
+        self._jitted, self._asked = jitted, asked
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function, and reports that."""
+        return _called(self, self._call, args, kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        outputs, answers = self._asked(*args, **kwargs)
+        for key, values in answers.items():
+            # Inside another compiled function the values are not known yet.
+            is_inside = any(map(tracing.is_symbolic, values))
+            (report_later if is_inside else _tell)(_tells[key], values)
+        return outputs
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        if instance is None:
+            return self
+        return types.MethodType(self, instance)
+
+    # `jax.export` recognizes a jitted function by these two methods.
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """Traces the function itself, without answers."""
+        return self._jitted.trace(*args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """Lowers the function itself, without answers."""
+        return self._jitted.lower(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        # `copy` looks up names before there is a function to ask.
+        if not vars(self):
+            raise AttributeError(name)
+        return getattr(self._jitted, name)
+
+
+def _tell(tell: Callable[[Any], Any], values: Any) -> None:
+    tell(values)
+
+
+def wait(outputs: Any) -> None:
+    """Waits until the outputs of a call are computed, which JAX does later."""
+    if keras.backend.backend() == "jax":
+        jax.block_until_ready(outputs)
