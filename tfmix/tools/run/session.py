@@ -225,11 +225,7 @@ class _Session:
             pathlib.Path(self._settings.file).write_text(text, "utf-8")
 
     def _look_at_layers(self) -> None:
-        """Notes the layers that are built, while they exist.
-
-        A model that is built or loaded again has the same names, and counts
-        once.
-        """
+        """Notes the layers that are built, while they exist."""
         for layer in list(self._layers):
             if layers.is_structure(layer) or layers.is_input(layer):
                 continue
