@@ -535,7 +535,9 @@ def test_a_loop_is_counted_and_explained(tmp_path):
     data, done = measured(tmp_path, source, "--policy", "mixed_float16")
     (found,) = data["runs"]
     assert not found["failed"]
-    assert (found["steps"], found["skipped"]) == (20, 1)
+    assert found["steps"] == 20
+    # A loop under JAX keeps its own count.
+    assert found["skipped"] == (None if BACKEND == "jax" else 1)
     assert found["milliseconds"] > 0
     assert found["loss"] is not None
     assert "script.py:6" in found["fallen"][0]

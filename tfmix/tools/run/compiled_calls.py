@@ -129,68 +129,21 @@ def _jit(original: Callable) -> Callable:
         if not functions:
             # This is the decorator form, `@jax.jit(**settings)`.
             return functools.partial(jit, **settings)
-        jitted = original(*functions, **settings)
-        if "out_shardings" in settings:
-            settings["out_shardings"] = settings["out_shardings"], None
-        return Jitted(jitted, original(_with_answers(*functions), **settings))
+        return Jitted(original(*functions, **settings))
 
     return jit
 
 
-def report_later(tell: Callable[[Any], Any], values: Any) -> None:
-    """Hands a function the values of tensors of a compiled function (JAX).
-
-    The outermost compiled function returns them as well, so nothing waits for
-    the host. A body of a loop or a branch cannot return them.
-    """
-    trace, answers = getattr(_asking, "now", _NOTHING)
-    if trace == tracing.trace():
-        answers[len(_tells)] = values
-        _tells.append(tell)
-
-
-# The trace of the compiled function that this thread traces, and its answers.
-_asking = threading.local()
-_NOTHING: tuple[Any, dict[int, Any]] = None, {}
-# The functions that get the answers, by the keys of these.
-_tells: list[Callable[[Any], Any]] = []
-
-
-# JAX compiles a function object once, also if it is given to `jit` again.
-@functools.lru_cache(maxsize=64)
-def _with_answers(function: Callable) -> Callable:
-    @functools.wraps(function)
-    def with_answers(*args: Any, **kwargs: Any) -> tuple[Any, dict]:
-        before = getattr(_asking, "now", _NOTHING)
-        answers: dict[int, Any] = {}
-        _asking.now = tracing.trace(), answers
-        try:
-            outputs = function(*args, **kwargs)
-        finally:
-            _asking.now = before
-        return outputs, answers
-
-    return with_answers
-
-
 class Jitted:
-    """A jitted function that reports its calls, and what it is asked."""
+    """A jitted function that reports its calls."""
 
-    def __init__(self, jitted: Any, asked: Any) -> None:
+    def __init__(self, jitted: Any) -> None:
         functools.update_wrapper(self, jitted, updated=())
-        self._jitted, self._asked = jitted, asked
+        self._jitted = jitted
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function, and reports that."""
-        return _called(self, self._call, args, kwargs)
-
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        outputs, answers = self._asked(*args, **kwargs)
-        for key, values in answers.items():
-            # Inside another compiled function the values are not known yet.
-            is_inside = any(map(tracing.is_symbolic, values))
-            (report_later if is_inside else _tell)(_tells[key], values)
-        return outputs
+        return _called(self, self._jitted, args, kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         if instance is None:
@@ -199,11 +152,11 @@ class Jitted:
 
     # `jax.export` recognizes a jitted function by these two methods.
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """Traces the function itself, without answers."""
+        """Traces the function."""
         return self._jitted.trace(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """Lowers the function itself, without answers."""
+        """Lowers the function."""
         return self._jitted.lower(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -211,10 +164,6 @@ class Jitted:
         if not vars(self):
             raise AttributeError(name)
         return getattr(self._jitted, name)
-
-
-def _tell(tell: Callable[[Any], Any], values: Any) -> None:
-    tell(values)
 
 
 def wait(outputs: Any) -> None:
