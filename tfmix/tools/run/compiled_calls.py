@@ -8,7 +8,6 @@ run or are traced.
 import functools
 import threading
 import time
-import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -129,41 +128,18 @@ def _jit(original: Callable) -> Callable:
         if not functions:
             # This is the decorator form, `@jax.jit(**settings)`.
             return functools.partial(jit, **settings)
-        return Jitted(original(*functions, **settings))
+        jitted = original(*functions, **settings)
+
+        @functools.wraps(jitted)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return _called(call, jitted, args, kwargs)
+
+        # `jax.export` recognizes a jitted function by the first two.
+        for name in ("trace", "lower", "eval_shape", "clear_cache"):
+            vars(call)[name] = getattr(jitted, name)
+        return call
 
     return jit
-
-
-class Jitted:
-    """A jitted function that reports its calls."""
-
-    def __init__(self, jitted: Any) -> None:
-        functools.update_wrapper(self, jitted, updated=())
-        self._jitted = jitted
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function, and reports that."""
-        return _called(self, self._jitted, args, kwargs)
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        if instance is None:
-            return self
-        return types.MethodType(self, instance)
-
-    # `jax.export` recognizes a jitted function by these two methods.
-    def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """Traces the function."""
-        return self._jitted.trace(*args, **kwargs)
-
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """Lowers the function."""
-        return self._jitted.lower(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        # `copy` looks up names before there is a function to ask.
-        if not vars(self):
-            raise AttributeError(name)
-        return getattr(self._jitted, name)
 
 
 def wait(outputs: Any) -> None:
