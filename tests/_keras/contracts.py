@@ -68,7 +68,6 @@ PACKAGES = (
 )
 
 # Maps owners to functions and their arguments; further ones have defaults.
-SWAP = "keras.src.callbacks.swap_ema_weights"
 FUNCTIONS = {
     f"{COMMON}.global_state": {
         "get_global_attribute": "name default",
@@ -89,18 +88,14 @@ FUNCTIONS = {
         "AutocastScope": "dtype",
         "get_autocast_scope": "",
     },
+    f"{COMMON}.variables.AutocastScope": {"maybe_cast": "self value"},
     f"{COMMON}.variables.Variable": {
-        "_maybe_autocast": "self value",
         "assign": "self value",
     },
     "keras.src.backend": {"compute_output_spec": "fn *args **kwargs"},
     f"{CORE_OWNER}.core": {
         "cast": "x dtype",
         "convert_to_tensor": "x dtype",
-    },
-    f"{SWAP}.SwapEMAWeights": {
-        "_swap_variables": "self",
-        "_finalize_ema_values": "self",
     },
     "keras.src.legacy.saving.saving_utils": {
         "model_metadata": "model include_optimizer require_config",

@@ -10,6 +10,17 @@ pytestmark = pytest.mark.every_case("each row is a rule of its own, and fast")
 RNG = np.random.default_rng(0)
 
 
+def of_op(name, first, second, weight_at, *arguments):
+    shapes = [np.shape(first), np.shape(second)]
+    args = [first, second, *arguments]
+    return contraction.of_op(name, args, {}, shapes, weight_at)
+
+
+def of_einsum(equation, ranks):
+    shapes = [(2,) * rank for rank in ranks]
+    return contraction.of_op("einsum", [equation], {}, shapes, 1)
+
+
 def by_letters(axes, first, second, weight_at):
     """Computes the product of two factors from the letters."""
     inputs, weight = (first, second) if weight_at else (second, first)
@@ -28,11 +39,12 @@ def by_letters(axes, first, second, weight_at):
         ((5, 2, 3), (5, 3, 4)),
         ((6, 5, 2, 3), (3,)),
         ((2, 3), (5, 3, 4)),
+        ((6, 5, 2, 3), (5, 3, 4)),
     ],
 )
 def test_matmul(first, second, weight_at):
     a, b = RNG.random(first), RNG.random(second)
-    axes = contraction.of_matmul((a.ndim, b.ndim), weight_at)
+    axes = of_op("matmul", a, b, weight_at)
     found = by_letters(axes, a, b, weight_at)
     np.testing.assert_allclose(found, np.matmul(a, b))
 
@@ -51,13 +63,13 @@ def test_matmul(first, second, weight_at):
 )
 def test_dot_keeps_the_axes_of_both_factors(first, second, weight_at):
     a, b = RNG.random(first), RNG.random(second)
-    axes = contraction.of_dot((a.ndim, b.ndim), weight_at)
+    axes = of_op("dot", a, b, weight_at)
     found = by_letters(axes, a, b, weight_at)
     np.testing.assert_allclose(found, np.dot(a, b))
 
 
 def test_a_dot_with_a_number_is_left_alone():
-    assert contraction.of_dot((0, 2), 0) is None
+    assert of_op("dot", 1.0, np.ones((2, 2)), 0) is None
 
 
 @pytest.mark.parametrize(
@@ -71,7 +83,7 @@ def test_a_dot_with_a_number_is_left_alone():
 )
 def test_tensordot(first, second, axes):
     a, b = RNG.random(first), RNG.random(second)
-    found = contraction.of_tensordot((a.ndim, b.ndim), axes, 1)
+    found = of_op("tensordot", a, b, 1, axes)
     np.testing.assert_allclose(
         by_letters(found, a, b, 1), np.tensordot(a, b, axes)
     )
@@ -86,7 +98,7 @@ def test_tensordot(first, second, axes):
     ],
 )
 def test_einsum(equation, ranks, expected):
-    found = contraction.of_einsum(equation, ranks, 1)
+    found = of_einsum(equation, ranks)
     assert (found.inputs, found.weight, found.outputs) == expected
 
 
@@ -101,11 +113,12 @@ def test_einsum(equation, ranks, expected):
     ],
 )
 def test_products_that_are_not_of_matrices_are_left_alone(equation, ranks):
-    assert contraction.of_einsum(equation, ranks, 1) is None
+    assert of_einsum(equation, ranks) is None
 
 
-def test_stacks_of_different_ranks_are_left_alone():
-    assert contraction.of_matmul((4, 3), 1) is None
+def test_stacks_that_are_repeated_are_left_alone():
+    a, b = np.ones((2, 2, 2)), np.ones((1, 2, 2))
+    assert of_op("matmul", a, b, 1) is None
 
 
 def test_every_letter_has_one_role():

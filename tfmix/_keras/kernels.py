@@ -14,12 +14,14 @@ from tfmix._keras import tracing
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 
-    # `tfmix` replaces it in that module.
-    _tensorflow_cast = tf.cast
+    # `tfmix` replaces them in that module.
+    _tensorflow_cast, _where = tf.cast, tf.where
 else:
     import jax
     import jax.extend.core
     from jax.interpreters import ad, batching, mlir
+
+    _where = jax.numpy.where
 
 # A tensor with more numbers is large.
 _LARGE = 2**18
@@ -107,11 +109,11 @@ def select(condition: Any, new: Any, old: Any) -> Any:
     if is_known(condition):
         return new if condition else old
     if keras.backend.backend() == "tensorflow":
-        return tf.where(condition, new, old)
+        return _where(condition, new, old)
     if not condition.shape and _is_alike(new, old):
         # `where` compiles a program of its own at each place, with broadcasts.
         return jax.lax.select(condition, new, old)
-    return jax.numpy.where(condition, new, old)
+    return _where(condition, new, old)
 
 
 def _is_alike(*arrays: Any) -> bool:

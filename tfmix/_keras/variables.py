@@ -32,7 +32,7 @@ else:
 
 Variables = Sequence[keras.Variable]
 # It casts each variable that a layer reads.
-AUTOCAST = (backend_variables.Variable, "_maybe_autocast")
+AUTOCAST = (backend_variables.AutocastScope, "maybe_cast")
 # Layers write to their variables with this method.
 ASSIGN = (backend_variables.Variable, "assign")
 # These operations take a variable's handle and do not change the variable.
@@ -225,12 +225,6 @@ def cast_in_place(variable: keras.Variable, dtype: str) -> None:
         variable._trainable = trainable
 
 
-def strategy_scope(model: keras.Model) -> contextlib.AbstractContextManager:
-    """Opens the scope that places new variables beside a model's."""
-    strategy = getattr(model, "distribute_strategy", None)
-    return contextlib.nullcontext() if strategy is None else strategy.scope()
-
-
 class Float32View(keras.Variable):
     """A float32 variable that stores nothing but a model's 16-bit variable.
 
@@ -241,8 +235,6 @@ class Float32View(keras.Variable):
     # True while slots are created: TensorFlow then places them beside the
     # model's variable.
     colocating = False
-    # These variables hold the bits that the 16-bit variable lacks.
-    beside: tuple[keras.Variable, ...] = ()
 
     def __init__(self, variable: keras.Variable) -> None:
         # TensorFlow's notes on the variable, for checkpoints, are not copied.
@@ -572,25 +564,6 @@ def narrow_dtype(variable: keras.Variable) -> str | None:
         return None
     is_cast = variable._autocast and variable._dtype == "float32"
     return scope.dtype if is_cast else None
-
-
-def reading(original: Callable, copied: Callable) -> Callable:
-    """Returns what reads a variable, by `copied` where a read casts it.
-
-    Args:
-        original: Keras's function of `AUTOCAST`.
-        copied: Takes this, a variable, its value and the 16-bit dtype; returns
-            the copy.
-    """
-
-    @functools.wraps(original)
-    def maybe_cast(self: Any, value: Any) -> Any:
-        dtype = narrow_dtype(self)
-        if dtype is None:
-            return original(self, value)
-        return copied(original, self, value, dtype)
-
-    return maybe_cast
 
 
 def assigning(original: Callable, exactly: Callable) -> Callable:

@@ -33,11 +33,12 @@ from tfmix._keras.replacing import COMPILE, LAYERS, OPS
 from tfmix.autocast import bare_optimizers, fallback, global_policy
 from tfmix.autocast import compile as compiling
 from tfmix.ops import (
+    apply,
     attention,
     exact_values,
     recomputation,
     stand_ins,
-    weights,
+    ways,
 )
 from tfmix.optimizers import sixteen_bit_optimizer
 from tfmix.policy import policy as policies
@@ -124,7 +125,7 @@ LIST = (
         OPS,
         "A variable's 16-bit copy knows its float32 source.",
         [keras_variables.AUTOCAST],
-        functools.partial(keras_variables.reading, copied=weights.copied),
+        apply.noting_weights,
     ),
     Replaced(
         OPS,
@@ -138,7 +139,7 @@ LIST = (
         OPS,
         "A loop would keep float32 sums of all its steps.",
         layers.LOOPS,
-        _under_policy(weights.loop),
+        _under_policy(ways.in_time_steps),
     ),
     Replaced(
         OPS,

@@ -9,7 +9,7 @@ from keras import ops
 
 from tfmix._keras import layers, variables
 from tfmix.float8 import product
-from tfmix.ops import contraction, weights
+from tfmix.ops import apply, contraction
 from tfmix.policy import float32_layers
 from tfmix.policy import policy as policies
 
@@ -77,7 +77,7 @@ def restore(model: keras.Model, before: Mapping[keras.Layer, str]) -> None:
 def _mark(layer: keras.Layer, reason: str | None) -> None:
     layers.mark(layer, float8=reason)
     multiply = product.contracted if reason == "" else None
-    weights.choose(layers.kernel_of(layer), multiply)
+    apply.choose(layers.kernel_of(layer), multiply)
 
 
 def why_not(layer: keras.Layer) -> str | None:
@@ -116,8 +116,8 @@ def _axes(layer: keras.Layer, rank: int | None = None) -> Any:
     equation = _equation(layer)
     if rank is None:
         rank = len(equation.split(",")[0].replace("...", ".").replace(" ", ""))
-    ranks = rank, len(layer.kernel.shape)
-    axes = contraction.of_einsum(equation, ranks, weight_at=1)
+    shapes = (None,) * rank, layer.kernel.shape
+    axes = contraction.of_op("einsum", [equation], {}, shapes, weight_at=1)
     return None if axes is None or axes.batch else axes
 
 

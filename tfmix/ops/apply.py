@@ -22,10 +22,28 @@ import keras
 import numpy as np
 
 from tfmix import _formats
-from tfmix._keras import context_values, global_state, op_places, tracing
+from tfmix._keras import (
+    context_values,
+    global_state,
+    kernels,
+    layers,
+    op_places,
+    tapes,
+    tracing,
+)
 from tfmix._keras import variables as keras_variables
-from tfmix.ops import exact_values, tensors
+from tfmix.ops import contraction, exact_values, tensors
 from tfmix.policy import op_lists
+
+products: Any
+if keras.backend.backend() == "tensorflow":
+    from tfmix.ops import tensorflow_products
+
+    products = tensorflow_products
+else:
+    from tfmix.ops import jax_products
+
+    products = jax_products
 
 # The sum of so few terms is exact to some units of a 16-bit last place.
 _FEW = 64
@@ -35,6 +53,12 @@ _NESTS, _ARRAYS = (list, tuple, dict), (np.generic, np.ndarray)
 _PLAIN = frozenset((str, bool, type(None), type(...), slice))
 _ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 _block = context_values.block.get
+# A variable carries this: the function that multiplies by it.
+_CHOSEN = "_tfmix_chosen_product"
+
+# Takes a 16-bit tensor, the float32 weight and the contraction; returns the
+# product in the dtype of the tensor, or `None` if it does not support that.
+Multiply = Callable[[Any, Any, contraction.Contraction], Any]
 
 # A number beside a tensor is a value. Elsewhere it is a size, an axis, or a
 # setting.
@@ -58,6 +82,12 @@ _ARITHMETIC = frozenset(
         *("fmod", "floor", "ceil", "round", "trunc", "equal", "not_equal"),
     )
 )
+# The gradient of a weight in these is formed in float32 (`products`).
+_CONVOLUTIONS = frozenset(("conv", "depthwise_conv", "conv_transpose"))
+_WITH_WEIGHT = _CONVOLUTIONS | contraction.OPS | {"add", "subtract", "multiply"}
+# An angle is rounded by a multiple of a turn where it is large. So these take
+# what code of a user has cast to 16 bit, which this note holds.
+_OF_ANGLES, _ANGLE = frozenset(("cos", "sin", "tan")), "_tfmix_angle"
 # What they return of an input that was only cast is such an input again.
 _MOVES = frozenset(
     (
@@ -66,6 +96,14 @@ _MOVES = frozenset(
         *("moveaxis", "flip"),
     )
 )
+
+
+def choose(variable: keras.Variable, multiply: Multiply | None) -> None:
+    """Sets the function that computes products with this variable.
+
+    `None` removes it.
+    """
+    layers.put(variable, _CHOSEN, multiply)
 
 
 class _Local(threading.local):
@@ -127,7 +165,6 @@ class Call:
         op: The function.
         args: The positional arguments, with variables read.
         kwargs: The keyword arguments, with variables read.
-        came: The arguments as they came.
         is_ruled: Whether the policy computes this op in float32.
         tensors: The 16-bit tensors, and beside them what wide ops made of
             weights alone.
@@ -138,36 +175,17 @@ class Call:
         has_wide: Whether there is another float tensor of another dtype.
         is_sparse: Whether there is a sparse tensor.
         numbers: The numbers among the arguments.
+        multiply: What a variable's products are computed by, if that is chosen.
         read: The values of variables, by their `id`s.
         wide: The other float tensors.
     """
-
-    __slots__ = (
-        "args",
-        "came",
-        "copies",
-        "dtype",
-        "has_wide",
-        "inputs",
-        "is_ruled",
-        "is_sparse",
-        "kwargs",
-        "numbers",
-        "op",
-        "read",
-        "tensors",
-        "weights",
-        "wide",
-    )
 
     def __init__(
         self, op: Function, args: tuple, kwargs: dict, is_ruled: bool
     ) -> None:
         self.op, self.is_ruled = op, is_ruled
-        if op.is_reversed:
-            args = args[::-1]
-        self.came = args, kwargs
-        self.args, self.kwargs = args, kwargs
+        self.args = args[::-1] if op.is_reversed else args
+        self.kwargs = kwargs
 
     def look(self) -> None:
         """Reads the variables, and finds tensors, their notes, and numbers."""
@@ -178,6 +196,7 @@ class Call:
         self.numbers: list[Any] = []
         self.wide: list[Any] = []
         self.read: dict[int, Any] = {}
+        self.multiply: Multiply | None = None
         self.args = tuple([self._see(value, True) for value in self.args])
         if self.kwargs:
             self.kwargs = {
@@ -215,6 +234,7 @@ class Call:
                 name = id(value)
                 if name not in self.read:
                     self.read[name] = keras_variables.read_by_layer(value)
+                    self.multiply = getattr(value, _CHOSEN, self.multiply)
                 value = self.read[name]
         else:
             own = getattr(value, "dtype", None)
@@ -242,10 +262,6 @@ class Call:
         if copy is not None:
             self.weights += copy.is_weight
             self.inputs += not copy.is_weight
-
-    def as_it_came(self) -> Any:
-        """Computes with the arguments as they came."""
-        return self.op.run(*self.came)
 
     def plain(self) -> Any:
         """Computes in the dtypes of the arguments."""
@@ -281,23 +297,22 @@ class Call:
             None if wanted is None else keras.backend.standardize_dtype(wanted)
         )
 
-    def with_factors(self, first: Any, second: Any) -> Callable:
+    def of_two(self, first: Any, second: Any) -> Callable:
         """Returns the op as a function of two of its arguments.
 
         A gradient holds the function, which therefore holds neither of them.
         """
-        run, count = self.op.run, len(self.args)
-        rest: dict[Any, Any] = {**dict(enumerate(self.args)), **self.kwargs}
-        one_at, other_at = (
-            next(name for name, value in rest.items() if value is factor)
-            for factor in (first, second)
-        )
-        rest |= {one_at: None, other_at: None}
+        run, names, count = self.op.run, list(self.kwargs), len(self.args)
+        every: list[Any] = [*self.args, *self.kwargs.values()]
+        places = [_index(every, first), _index(every, second)]
+        every = [None if n in places else x for n, x in enumerate(every)]
 
-        def function(one: Any, other: Any) -> Any:
-            given = {**rest, one_at: one, other_at: other}
-            args = tuple([given.pop(place) for place in range(count)])
-            return run(args, given)
+        def function(*factors: Any) -> Any:
+            given = every.copy()
+            for place, factor in zip(places, factors, strict=True):
+                given[place] = factor
+            kwargs = dict(zip(names, given[count:], strict=True))
+            return run(tuple(given[:count]), kwargs)
 
         return function
 
@@ -307,6 +322,10 @@ class Call:
             return None
         first = self.copies[0]
         return 0 if first is not None and first.is_weight else 1
+
+
+def _index(values: list, one: Any) -> int:
+    return next(n for n, value in enumerate(values) if value is one)
 
 
 def _is_number(value: Any) -> bool:
@@ -352,6 +371,31 @@ def by_rules(
     return computed
 
 
+def noting_weights(original: Callable) -> Callable:
+    """Returns what casts a variable for a layer that reads it.
+
+    The 16-bit copy knows the float32 tensor that the variable is read as.
+    """
+
+    @functools.wraps(original)
+    def maybe_cast(self: Any, value: Any) -> Any:
+        kind: Any = type(value)
+        if (
+            self.dtype not in _formats.SIXTEEN_BIT
+            or tensors.known_dtype(kind, value.dtype) != "float32"
+            or not context_values.active_rules()
+            # Copies of symbols get no notes, so that ops leave them to Keras.
+            or global_state.on_shapes_only()
+        ):
+            return original(self, value)
+        # The variable is read once, as the tensor that is then copied.
+        weight = keras_variables.read(value)
+        copy = kernels.cast(weight, self.dtype)
+        return exact_values.weight_copy(weight, copy)
+
+    return maybe_cast
+
+
 def apply(call: Call) -> Any:
     """Computes an op by the lists and by what comes."""
     call.look()
@@ -363,7 +407,7 @@ def decide(call: Call) -> Any:
     if not call.tensors:
         return _made(call)
     if call.is_sparse:
-        return call.as_it_came()
+        return call.plain()
     if call.op.name in _QUOTIENTS and _divides_by_number(call):
         # It is a product with the reciprocal.
         call.is_ruled = False
@@ -378,6 +422,10 @@ def decide(call: Call) -> Any:
         return _product(call)
     if call.has_wide:
         return call.in_float32()
+    if name in _OF_ANGLES:
+        angle = global_state.note(call.tensors[0], _ANGLE)
+        if angle is not None:
+            return tensors.rounded(call.op.run((angle,), {}), call.dtype)
     if call.inputs and name in _MOVES:
         return _moved(call)
     if call.weights:
@@ -402,6 +450,30 @@ def _is_wide(call: Call) -> bool:
     if name in _TAKES_VALUES and _is_unfit(call.numbers, call.dtype):
         return True
     return call.inputs == count and name in _ARITHMETIC
+
+
+def cast(call: Call) -> Any:
+    """Casts; from what a tensor was before another cast, if that is known."""
+    if call.args and isinstance(call.args[0], keras.Variable):
+        # A variable that is cast is a snapshot.
+        call.args = (keras_variables.read(call.args[0]), *call.args[1:])
+    call.look()
+    copy = call.copies[0] if call.tensors else None
+    if copy is None or copy.source is None:
+        result = decide(call)
+        given = call.args[0] if call.args else None
+        if call.wide and call.wide[0] is given and tensors.is_16_bit(result):
+            global_state.put_note(result, _ANGLE, given)
+        return result
+    value, dtype = call.tensors[0], call.wanted()
+    if dtype is None or dtype == call.dtype:
+        return call.plain()
+    source = exact_values.by_way_of(value, copy.source)
+    call.change(lambda x: source if x is value else x)
+    result = call.plain()
+    if copy.is_weight and tensors.float_dtype(result):
+        exact_values.weight_copy(source, result)
+    return result
 
 
 def _in_float32(call: Call) -> Any:
@@ -469,21 +541,66 @@ def _narrow(call: Call) -> None:
     call.change(copy)
 
 
-# The functions that compute an op with one weight and one input, so that the
-# gradient of the weight is float32, by the names of ops (`weights`).
-WITH_WEIGHT: dict[str, Way] = {}
-
-
 def with_weights(call: Call) -> Any:
-    """Computes with weights beside 16-bit inputs; returns 16 bit."""
+    """Computes with weights beside 16-bit inputs; returns 16 bit.
+
+    With one weight and one input, the gradient of the weight is float32.
+    """
     if call.wide:
         _narrow(call)
-    if call.op.name in _JOINS:
+    name, place = call.op.name, call.weight_at()
+    if name in _JOINS:
         return call.plain()
-    way = WITH_WEIGHT.get(call.op.name)
-    if way is None or _block().in_map:
+    if place is None or _block().in_map:
         return rounded(call)
-    return way(call)
+    is_asked = tapes.may_be_asked()
+    if call.multiply is None and not is_asked:
+        return call.plain()
+    copy, inputs = call.tensors[place], call.tensors[1 - place]
+    weight, axes = exact_values.weight_of(copy), _axes(call, place)
+    if call.multiply is not None and axes is not None:
+        result = call.multiply(inputs, weight, axes)
+        if result is not None:
+            return result
+    if not is_asked:
+        return call.plain()
+    factors = call.of_two(inputs, copy), inputs, weight, copy
+    if name in ("add", "subtract"):
+        sign = -1 if name == "subtract" and place == 1 else 1
+        return products.added(*factors, sign)
+    if name in _CONVOLUTIONS and place == 1:
+        return products.convolved(*factors, _positions(call))
+    if name == "multiply":
+        return products.multiplied(*factors)
+    if axes is not None:
+        return products.contracted(*factors, axes)
+    return rounded(call)
+
+
+def _axes(call: Call, weight_at: int) -> contraction.Contraction | None:
+    """Returns the axes of a product of two matrices, else `None`."""
+    if call.op.name not in contraction.OPS or len(call.tensors) != 2:
+        return None
+    if None in map(_rank, call.tensors):
+        return None
+    shapes = [tuple(tensor.shape) for tensor in call.tensors]
+    args, kwargs = call.args, call.kwargs
+    return contraction.of_op(call.op.name, args, kwargs, shapes, weight_at)
+
+
+def _positions(call: Call) -> Callable:
+    """Returns what counts how often a filter is multiplied."""
+    given = call.op.by_name(call.args, call.kwargs)
+    data_format = given["data_format"] or keras.config.image_data_format()
+    channels = -1 if data_format.lower() == "channels_last" else 1
+    is_transposed = "output_padding" in given
+
+    def positions(inputs: Any, outputs: Any) -> Any:
+        shape = list(inputs if is_transposed else outputs)
+        shape.pop(channels)
+        return math.prod(shape)
+
+    return positions
 
 
 def rounded(call: Call) -> Any:
@@ -504,7 +621,7 @@ def _moved(call: Call) -> Any:
 def _with_repeated(call: Call, place: int) -> Any:
     """Computes with a tensor for many rows, whose gradient sums over these."""
     repeated = call.tensors[place]
-    if call.op.name not in WITH_WEIGHT or len(call.tensors) != 2:
+    if call.op.name not in _WITH_WEIGHT or len(call.tensors) != 2:
         return rounded(call)
     weight = tensors.to_float32(repeated)
     copy = exact_values.weight_copy(weight, tensors.narrow(weight, call.dtype))
@@ -515,22 +632,25 @@ def _with_repeated(call: Call, place: int) -> Any:
 def _made(call: Call) -> Any:
     """Computes an op without 16-bit tensors, which may make one of a number.
 
-    A number that the format cannot hold stays finite, and other than zero.
+    A number that the format cannot hold stays float32.
     """
-    dtype = call.wanted()
-    if not (
-        dtype in _formats.SIXTEEN_BIT
-        and call.op.name in _TAKES_VALUES
-        and _is_unfit(call.numbers, dtype)
+    name, dtype = call.op.name, call.wanted()
+    if dtype in _formats.SIXTEEN_BIT and (
+        (name in _TAKES_VALUES and _is_unfit(call.numbers, dtype))
+        or (name == "arange" and _counts_beyond(call, dtype))
     ):
-        return call.as_it_came()
-    # TensorFlow casts a NumPy number to the dtype of the tensor.
-    if _ON_TENSORFLOW:
-        call.args, call.kwargs = tensors.map_leaves(
-            (call.args, call.kwargs),
-            lambda x: x.item() if isinstance(x, np.generic) else x,
-        )
-    return tensors.finite(tensors.not_zero(call.in_float32(), dtype), dtype)
+        return call.in_float32()
+    return call.plain()
+
+
+def _counts_beyond(call: Call, dtype: str) -> bool:
+    """Returns whether `arange` may reach integers that a format rounds."""
+    given = call.op.by_name(call.args, call.kwargs)
+    exact_up_to = 2 / _formats.LIMITS[dtype].epsilon
+    return not all(
+        end is None or (_is_number(end) and abs(end) <= exact_up_to)
+        for end in (given["start"], given["stop"])
+    )
 
 
 def _is_unfit(numbers: list, dtype: str) -> bool:
@@ -550,23 +670,12 @@ def _sums_numbers(call: Call) -> bool:
     No matrix is multiplied then, and each result is a sum over many terms.
     """
     if call.op.name == "einsum" and isinstance(call.args[0], str):
-        before, _, after = call.args[0].replace(" ", "").partition("->")
-        sides = before.split(",")
-        alone = (
-            letter
-            for n, side in enumerate(sides)
-            for letter in side
-            if letter.isalpha()
-            and letter not in "".join(sides[:n] + sides[n + 1 :])
-        )
-        has_sum = bool(after) and any(x not in after for x in alone)
-        return has_sum or (len(sides) == 2 and sides[0] == sides[1])
-    is_dot = call.op.name in ("matmul", "dot", "inner", "tensordot")
-    return (
-        is_dot
-        and len(call.tensors) == 2
-        and all(_rank(x) == 1 for x in call.tensors)
-    )
+        before, _, after = call.args[0].partition("->")
+        alone = {x for x in before if x.isalpha() and before.count(x) == 1}
+        if after and alone - {*after}:
+            return True
+    axes = _axes(call, 1)
+    return axes is not None and not (axes.free or axes.new)
 
 
 def _rank(tensor: Any) -> int | None:

@@ -6,6 +6,10 @@ import string
 from collections.abc import Sequence
 
 _UNUSED = string.ascii_letters
+# The ops that multiply matrices.
+OPS = frozenset(("matmul", "dot", "inner", "tensordot", "einsum"))
+# The letters of both factors, and of the result.
+Letters = tuple[str, str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,54 +81,63 @@ class Contraction:
         )
 
 
+def of_op(
+    name: str, args: Sequence, kwargs: dict, shapes: Sequence, weight_at: int
+) -> Contraction | None:
+    """Returns the axes of an op of two factors.
+
+    Args:
+        name: The name of the op.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        shapes: The shapes of both factors.
+        weight_at: Which factor is the weight, 0 or 1.
+
+    Returns:
+        The axes; `None` if it is no product of matrices, or of stacks of them
+        that are not alike.
+    """
+    first, second = shapes
+    ranks = len(first), len(second)
+    letters: Letters | None = None
+    if name == "einsum" and isinstance(args[0], str):
+        letters = _of_einsum(args[0], ranks)
+    elif name == "tensordot":
+        axes = kwargs.get("axes", args[2] if len(args) > 2 else 2)
+        letters = _of_tensordot(ranks, axes)
+    elif name == "dot" and 0 not in ranks:
+        # Beyond two axes it keeps those of both factors, where `matmul` has
+        # stacks.
+        letters = _of_tensordot(ranks, (-1, -1 if ranks[1] == 1 else -2))
+    elif name == "inner" and 0 not in ranks:
+        letters = _of_tensordot(ranks, (-1, -1))
+    elif name == "matmul" and _are_alike(first[:-2], second[:-2]):
+        letters = _of_matmul(ranks)
+    return None if letters is None else _in_order(*letters, weight_at)
+
+
 # A layer multiplies by the same axes in each call, so what follows from them
 # is found once.
 @functools.cache
-def of_matmul(ranks: tuple[int, int], weight_at: int) -> Contraction | None:
-    """Returns the axes that `matmul` sums; `None` if ranks make it broadcast.
-
-    Args:
-        ranks: The ranks of both factors.
-        weight_at: Which factor is the weight, 0 or 1.
-    """
-    rank = max(ranks)
-    if 0 in ranks or (ranks[0] != ranks[1] and min(ranks) > 2):
-        return None
-    # A matrix times a stack of matrices is repeated over the stack.
-    outer = _UNUSED[: rank - 2] if rank > 2 else ""
-    stacks = [outer if r > 2 else "" for r in ranks]
-    left = stacks[0] + ("Y" if ranks[0] > 1 else "") + "X"
-    right = stacks[1] + "X" + ("Z" if ranks[1] > 1 else "")
-    outputs = outer + left.replace("X", "")[len(stacks[0]) :]
-    outputs += right.replace("X", "")[len(stacks[1]) :]
-    return _in_order((left, right), outputs, weight_at)
-
-
-def of_dot(ranks: Sequence[int], weight_at: int) -> Contraction | None:
-    """Returns the axes that `dot` sums; `None` if a factor is a number.
-
-    Beyond two axes it keeps those of both factors, where `matmul` has a batch.
-
-    Args:
-        ranks: The ranks of both factors.
-        weight_at: Which factor is the weight, 0 or 1.
-    """
+def _of_matmul(ranks: tuple[int, int]) -> Letters | None:
     if 0 in ranks:
         return None
-    summed = -1 if ranks[1] == 1 else -2
-    return of_tensordot(ranks, (-1, summed), weight_at)
+    # A matrix times a stack of matrices is repeated over the stack.
+    outer = _UNUSED[: max(max(ranks) - 2, 0)]
+    stacks = [outer[len(outer) - max(rank - 2, 0) :] for rank in ranks]
+    row, column = "Y" * (ranks[0] > 1), "Z" * (ranks[1] > 1)
+    left, right = stacks[0] + row + "X", stacks[1] + "X" + column
+    return left, right, outer + row + column
 
 
-def of_tensordot(
-    ranks: Sequence[int], axes: int | Sequence, weight_at: int
-) -> Contraction | None:
-    """Returns the axes that `tensordot` sums.
+def _are_alike(first: Sequence, second: Sequence) -> bool:
+    """Returns whether no axis that both stacks have is repeated."""
+    pairs = zip(first[::-1], second[::-1], strict=False)
+    return all(one == other for one, other in pairs)
 
-    Args:
-        ranks: The ranks of both factors.
-        axes: The number of axes to sum, or the axes of each factor.
-        weight_at: Which factor is the weight, 0 or 1.
-    """
+
+def _of_tensordot(ranks: tuple[int, int], axes: int | Sequence) -> Letters:
+    """Takes the number of axes to sum, or the axes of each factor."""
     if isinstance(axes, int):
         pairs = [
             (ranks[0] - axes + place, place) for place in range(max(axes, 0))
@@ -133,44 +146,39 @@ def of_tensordot(
         both = [[x] if isinstance(x, int) else list(x) for x in axes]
         pairs = list(zip(*both, strict=True))
     left = list(_UNUSED[: ranks[0]])
-    right = list(_UNUSED[ranks[0] : ranks[0] + ranks[1]])
+    right = list(_UNUSED[ranks[0] : sum(ranks)])
     for first, second in pairs:
         right[second] = left[first]
     outputs = [x for x in left if x not in right]
     outputs += [x for x in right if x not in left]
-    return _in_order(
-        ("".join(left), "".join(right)), "".join(outputs), weight_at
-    )
+    return "".join(left), "".join(right), "".join(outputs)
 
 
 @functools.cache
-def of_einsum(
-    equation: str, ranks: tuple[int, int], weight_at: int
-) -> Contraction | None:
-    """Returns the axes that an einsum of two factors sums.
-
-    Args:
-        equation: An equation that `keras.ops.einsum` accepts.
-        ranks: The ranks of both factors.
-        weight_at: Which factor is the weight, 0 or 1.
-    """
+def _of_einsum(equation: str, ranks: tuple[int, int]) -> Letters | None:
     equation = equation.replace(" ", "")
     if equation.count("->") != 1 or equation.count(",") != 1:
         return None
     factors, outputs = equation.split("->")
     sides = factors.split(",")
-    if "..." in sides[weight_at]:
+    # Axes of two factors that are not named may be repeated.
+    if factors.count("...") > 1:
         return None
-    named = len(sides[1 - weight_at].replace("...", ""))
     unused = [x for x in _UNUSED if x not in equation]
-    more = "".join(unused[: ranks[1 - weight_at] - named])
-    left, right = (side.replace("...", more) for side in sides)
-    outputs = outputs.replace("...", more)
-    return _in_order((left, right), outputs, weight_at)
+    named = equation.split("->")[0].replace("...", "").split(",")
+    for rank, side, own in zip(ranks, sides, named, strict=True):
+        if "..." in side:
+            unused = unused[: rank - len(own)]
+    left, right, result = (
+        side.replace("...", "".join(unused)) for side in (*sides, outputs)
+    )
+    return left, right, result
 
 
+@functools.cache
 def _in_order(
-    sides: tuple[str, str], outputs: str, weight_at: int
+    left: str, right: str, outputs: str, weight_at: int
 ) -> Contraction | None:
+    sides = left, right
     found = Contraction(sides[1 - weight_at], sides[weight_at], outputs)
     return found if found.is_product else None

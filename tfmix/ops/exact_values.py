@@ -27,12 +27,10 @@ class Copy(NamedTuple):
         source: The float32 tensor; `None` for what is float32 itself.
         is_weight: Whether that is a variable, or is made of variables alone.
             Otherwise it is what a layer has cast.
-        multiply: The function that multiplies by a weight; `None` for Keras's.
     """
 
     source: Any
     is_weight: bool
-    multiply: Callable | None = None
 
 
 def note(tensor: Any) -> Copy | None:
@@ -41,10 +39,10 @@ def note(tensor: Any) -> Copy | None:
     return noted
 
 
-def weight_copy(weight: Any, copy: Any, multiply: Any = None) -> Any:
+def weight_copy(weight: Any, copy: Any) -> Any:
     """Notes on a tensor which float32 weight it is a copy of, or itself is."""
     source = None if copy is weight else weight
-    global_state.put_note(copy, NOTE, Copy(source, True, multiply))
+    global_state.put_note(copy, NOTE, Copy(source, True))
     return copy
 
 

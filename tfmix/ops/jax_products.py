@@ -19,25 +19,25 @@ from jax import numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad, batching, mlir
 
+from tfmix._keras import context_values
 from tfmix.ops.contraction import Contraction
 
 # Computes a result from a tensor and a weight of the same 16-bit dtype.
 Function = Callable[[Any, Any], Any]
-# Takes a tensor, a float32 weight, the weight's tangent and the result; returns
-# the change of the result, in the dtype of the tensor.
-Linear = Callable[[Any, Any, Any, Any], Any]
+# Takes a tensor, the tangent of a float32 weight and the result; returns the
+# change of the result, in the dtype of the tensor.
+Linear = Callable[[Any, Any, Any], Any]
+
+# Each function of this section takes a function of two tensors of one dtype,
+# then a 16-bit tensor, a float32 weight and its 16-bit copy, which JAX does not
+# need: each product has a copy of its own, since JAX adds the gradients of one
+# copy, from the steps of a loop, in 16 bit. It returns the function's result.
 
 
 def contracted(
-    function: Function,
-    inputs: Any,
-    weight: Any,
-    axes: Contraction,
-    *,
-    in_loop: bool = False,
-    copy: Any = None,
+    function: Function, inputs: Any, weight: Any, copy: Any, axes: Contraction
 ) -> Any:
-    """Computes a product of matrices.
+    """Computes a product of matrices, which sums `axes`.
 
     In float16 the weight's gradient is one product that sums in float32 and
     returns float32; GPUs run that as fast as with a 16-bit result. In a loop,
@@ -45,29 +45,16 @@ def contracted(
     move an eighth more bytes. There, the inputs are divided by about the square
     root of the number of rows, and the 16-bit result is multiplied in float32.
     bfloat16 has float32's range, so its result is only rounded once and then
-    widened. Each product has a copy of its own, since JAX adds the gradients of
-    one copy, from the steps of a loop, in 16 bit.
-
-    Args:
-        function: Computes the product.
-        inputs: Tensor of a 16-bit dtype.
-        weight: Float32 tensor.
-        axes: The axes that `function` sums.
-        in_loop: Whether the product is computed in each step of a loop.
-        copy: The weight in 16 bit; not used here.
-
-    Returns:
-        The result of `function` for the inputs and the rounded weight.
+    widened.
     """
     del copy
     if inputs.dtype != jnp.float16:
         return function(inputs, weight.astype(inputs.dtype))
-    if not in_loop:
+    if not context_values.block.get().in_loop:
         factor, weight = varying_alike((inputs, weight))
         return _multiply(factor, weight, axes, inputs.dtype, inputs.dtype)
 
-    def linear(inputs: Any, weight: Any, tangent: Any, result: Any) -> Any:
-        del weight
+    def linear(inputs: Any, tangent: Any, result: Any) -> Any:
         sizes = dict(zip(axes.outputs, result.shape, strict=True))
         power = root_of_two(math.prod(sizes[x] for x in axes.free))
         narrow = (tangent * power).astype(inputs.dtype)
@@ -77,36 +64,20 @@ def contracted(
 
 
 def convolved(
-    function: Function,
-    inputs: Any,
-    weight: Any,
-    positions: Callable,
-    *,
-    copy: Any,
+    function: Function, inputs: Any, weight: Any, copy: Any, positions: Callable
 ) -> Any:
     """Computes a convolution.
 
     No accelerator returns a filter's gradient of 16-bit factors in float32. In
     float16, the incoming gradient is divided by about the square root of the
     number of summed positions, and the result is multiplied in float32.
-
-    Args:
-        function: Computes the convolution.
-        inputs: Tensor of a 16-bit dtype.
-        weight: Float32 tensor.
-        positions: Returns the number of summed positions for the shapes of
-            the inputs and the result.
-        copy: Not used: a copy is cast for each product.
-
-    Returns:
-        The result of `function` for the inputs and the rounded weight.
+    `positions` returns that number for the shapes of the inputs and the result.
     """
     del copy
     if inputs.dtype != jnp.float16:
         return function(inputs, weight.astype(inputs.dtype))
 
-    def linear(inputs: Any, weight: Any, tangent: Any, result: Any) -> Any:
-        del weight
+    def linear(inputs: Any, tangent: Any, result: Any) -> Any:
         power = root_of_two(positions(inputs.shape, result.shape))
         narrow = (tangent * power).astype(inputs.dtype)
         return function(inputs, narrow) * jnp.asarray(1 / power, inputs.dtype)
@@ -119,58 +90,37 @@ def root_of_two(count: int) -> float:
     return 2.0 ** math.ceil(math.log2(max(count, 1)) / 2)
 
 
-def combined(
-    function: Function,
-    inputs: Any,
-    weight: Any,
-    *,
-    signs: tuple[int, int] | None,
-    in_loop: bool = False,
-    copy: Any = None,
-) -> Any:
-    """Computes a function of each element, such as a sum with a bias.
-
-    Args:
-        function: Computes it, from two tensors that broadcast.
-        inputs: Tensor of a 16-bit dtype.
-        weight: Float32 tensor.
-        signs: The signs with which `function` adds inputs and weight; `None`
-            if it multiplies them.
-        in_loop: Whether it runs in each step of a loop, which would keep the
-            repeated weights of all steps.
-        copy: The weight in 16 bit; not used here.
-
-    Returns:
-        The result of `function` for the inputs and the rounded weight.
-    """
+def multiplied(function: Function, inputs: Any, weight: Any, copy: Any) -> Any:
+    """Computes a product of numbers, or one without rules of its own."""
     del copy
-    bilinear = signs is None
-    if not (bilinear or in_loop):
-        # The weight is repeated in float32, rounded and added. Backwards, the
-        # sum of the rounded values is then one of float32 numbers.
-        shape = jnp.broadcast_shapes(inputs.shape, weight.shape)
-        whole = jnp.broadcast_to(weight, shape)
-        return function(inputs, whole.astype(inputs.dtype))
 
-    def linear(inputs: Any, weight: Any, tangent: Any, result: Any) -> Any:
+    def linear(inputs: Any, tangent: Any, result: Any) -> Any:
         del result
-        wide = inputs.astype(weight.dtype)
-        _, change = jax.jvp(
-            functools.partial(function, wide), (weight,), (tangent,)
-        )
+        change = function(inputs.astype(tangent.dtype), tangent)
         return change.astype(inputs.dtype)
 
-    return _with_gradient(function, linear, inputs, weight, bilinear=bilinear)
+    return _with_gradient(function, linear, inputs, weight)
+
+
+def added(
+    function: Function, inputs: Any, weight: Any, copy: Any, sign: int
+) -> Any:
+    """Computes a sum with a term, such as a bias, that has a sign.
+
+    The weight is repeated in float32, rounded and added. Backwards, the sum of
+    the rounded values is then one of float32 numbers.
+    """
+    del copy, sign
+    shape = jnp.broadcast_shapes(inputs.shape, weight.shape)
+    whole = jnp.broadcast_to(weight, shape)
+    return function(inputs, whole.astype(inputs.dtype))
 
 
 def _with_gradient(
-    function: Function,
-    linear: Linear,
-    inputs: Any,
-    weight: Any,
-    *,
-    bilinear: bool = True,
+    function: Function, linear: Linear, inputs: Any, weight: Any
 ) -> Any:
+    """Returns a product, which is linear in each of its factors."""
+
     @jax.custom_jvp
     def result(inputs: Any, weight: Any) -> Any:
         return function(inputs, weight.astype(inputs.dtype))
@@ -181,23 +131,13 @@ def _with_gradient(
         of_inputs, of_weight = tangents
         # If the rule held `result`, which holds the rule, arrays would be freed
         # late.
-        again = functools.partial(
-            _with_gradient, function, linear, bilinear=bilinear
-        )
+        again = functools.partial(_with_gradient, function, linear)
         value = again(inputs, weight)
         changes = []
         if not isinstance(of_inputs, SymbolicZero):
-            if bilinear:
-                changes.append(again(of_inputs, weight))
-            else:
-                narrow = weight.astype(inputs.dtype)
-                changes.append(
-                    jax.jvp(
-                        lambda x: function(x, narrow), (inputs,), (of_inputs,)
-                    )[1]
-                )
+            changes.append(again(of_inputs, weight))
         if not isinstance(of_weight, SymbolicZero):
-            changes.append(linear(inputs, weight, of_weight, value))
+            changes.append(linear(inputs, of_weight, value))
         if not changes:
             return value, jnp.zeros_like(value)
         return value, functools.reduce(jnp.add, changes)

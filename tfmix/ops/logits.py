@@ -29,7 +29,7 @@ if _ON_JAX:
 
 def with_logits(call: apply.Call) -> Any:
     """Computes an activation, and notes its input on its output."""
-    args, kwargs = call.came
+    args, kwargs = call.args, call.kwargs
     x = args[0] if args else kwargs["x"]
     result = apply.apply(call)
     if _ON_JAX:

@@ -18,26 +18,16 @@ from tfmix._keras import (
     op_places,
     replacing,
 )
-from tfmix.ops import apply, attention, logits, loops, weights
+from tfmix.ops import apply, logits, ways
 from tfmix.policy import op_lists
 from tfmix.policy import policy as policies
 
-# The functions that compute ops in a way of their own. `apply` computes others.
-WAYS: dict[str, apply.Way] = {
-    **loops.WAYS,
-    **dict.fromkeys(("softmax", "sigmoid"), logits.with_logits),
-    "dot_product_attention": attention.dot_product_attention,
-    "separable_conv": weights.separable_conv,
-    "take": weights.take,
-}
-_OPS = {*op_lists.NARROW, *op_lists.DEFAULT_FLOAT32_OPS, *WAYS}
-
+_OPS = {*op_lists.NARROW, *op_lists.DEFAULT_FLOAT32_OPS, *ways.WAYS}
 
 _lock = threading.RLock()
 # Rules of running blocks, counted over all threads.
 _running: Counter[frozenset[str]] = Counter()
-# These stay replaced until the next `install`, even without a block.
-_kept: frozenset[str] = frozenset()
+# The rules whose names are replaced now.
 _replaced: frozenset[str] = frozenset()
 
 
@@ -47,28 +37,15 @@ def install(wanted: Iterable[str]) -> None:
     Functions traced earlier (`tf.function`, `jax.jit`, a model's compiled
     `train_step`) keep the rules they were traced under.
     """
-    global _kept
     with _lock:
-        context_values.installed.rules, _kept = frozenset(wanted), frozenset()
-        _refresh()
+        context_values.installed.rules = frozenset(wanted)
+        running = [names for names, blocks in _running.items() if blocks]
+        _replace(context_values.installed.rules.union(*running))
 
 
 def installed() -> frozenset[str]:
     """Returns the rules that are active outside blocks."""
     return context_values.installed.rules
-
-
-def keep(wanted: frozenset[str]) -> None:
-    """Keeps the replacements of these rules until the next `install`.
-
-    A model with a policy runs each call in a block, and would otherwise replace
-    and restore them each time.
-    """
-    global _kept
-    if not wanted <= _kept:
-        with _lock:
-            _kept |= wanted
-            _refresh()
 
 
 @contextlib.contextmanager
@@ -88,15 +65,19 @@ def block(names: Iterable[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replacing(wanted: frozenset[str]) -> Iterator[None]:
+    """Replaces what rules need, until `install` is called after the block.
+
+    A model with a policy runs each call in a block, and would otherwise replace
+    and restore them each time.
+    """
     with _lock:
         _running[wanted] += 1
-        _refresh()
+        _replace(_replaced | wanted)
     try:
         yield
     finally:
         with _lock:
             _running[wanted] -= 1
-            _refresh()
 
 
 def block_as_now() -> Callable[[], contextlib.AbstractContextManager]:
@@ -107,11 +88,9 @@ def block_as_now() -> Callable[[], contextlib.AbstractContextManager]:
     return functools.partial(_replacing, context_values.active_rules())
 
 
-def _refresh() -> None:
-    """Replaces exactly what active rules need."""
+def _replace(needed: frozenset[str]) -> None:
+    """Replaces exactly what rules need."""
     global _replaced
-    running = [names for names, blocks in _running.items() if blocks]
-    needed = context_values.installed.rules.union(_kept, *running)
     if needed != _replaced:
         replacing.want(replacing.OPS, needed)
         _replaced = needed
@@ -149,4 +128,4 @@ def _of_op(original: Any, name: str, is_reversed: bool = False) -> Any:
     return _by_rules(original, name, is_reversed=is_reversed)
 
 
-_by_rules = functools.partial(apply.by_rules, ways=WAYS)
+_by_rules = functools.partial(apply.by_rules, ways=ways.WAYS)

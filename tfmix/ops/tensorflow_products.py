@@ -16,7 +16,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfmix._keras import (
@@ -30,105 +29,52 @@ from tfmix.ops.contraction import Contraction
 
 # Computes a result from a tensor and a weight of the same dtype.
 Function = Callable[[Any, Any], Any]
-# Takes the incoming gradient and the 16-bit weight; returns a gradient.
-Gradient = Callable[[Any, Any], Any]
+# Takes the tensor, the incoming gradient and the 16-bit weight; returns the
+# gradient of the float32 weight.
+Gradient = Callable[[Any, Any, Any], Any]
 # A graph holds its divided factors under this name, and a gradient the tensor
 # and the power of two that it is the product of.
 _QUOTIENTS, _PARTS = "_tfmix_quotients", "_tfmix_parts"
 _wide = functools.partial(kernels.cast, dtype=tf.float32)
 
-
-def _on_local(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Passes a function tensors of the graph that is traced now."""
-
-    @functools.wraps(compute)
-    def computed(
-        function: Function, inputs: Any, weight: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        inputs, weight = tapes.local(inputs), tapes.local(weight)
-        return compute(function, inputs, weight, *args, **kwargs)
-
-    return computed
+# Each function of this section takes a function of two tensors of one dtype,
+# then a 16-bit tensor, a float32 weight and its 16-bit copy. It returns the
+# function's result for the tensor and the copy.
 
 
-@_on_local
 def contracted(
-    function: Function,
-    inputs: Any,
-    weight: Any,
-    axes: Contraction,
-    *,
-    in_loop: bool = False,
-    copy: Any = None,
+    function: Function, inputs: Any, weight: Any, copy: Any, axes: Contraction
 ) -> Any:
-    """Computes a product of matrices.
+    """Computes a product of matrices, which sums `axes`."""
 
-    Args:
-        function: Computes the product.
-        inputs: Tensor of a 16-bit dtype.
-        weight: Float32 tensor.
-        axes: The axes that `function` sums.
-        in_loop: Whether it runs in each step of a loop, where XLA would write
-            the float32 result and read it again in every step.
-        copy: The weight in the dtype of the inputs, if it is known.
-
-    Returns:
-        The result of `function` for the inputs and the rounded weight.
-    """
-    is_eager = tf.executing_eagerly()
-
-    def multiplied(inputs: Any, upstream: Any, narrow: Any = None) -> Any:
-        # In eager mode the other way computes the result once more.
-        if narrow is not None:
-            return _pulled(lambda w: function(inputs, w), narrow, upstream)
-        return _product(inputs, upstream, axes.of_weight)
-
-    def of_weight(upstream: Any, narrow: Any) -> Any:
+    def of_weight(inputs: Any, upstream: Any, _: Any) -> Any:
         is_half = inputs.dtype == tf.float16
+        # In a loop, XLA would write the float32 result and read it again in
+        # every step.
+        in_loop = context_values.block.get().in_loop
         if is_half and tracing.by_xla() and not in_loop:
             return _wide_product(inputs, upstream, axes.of_weight)
         sizes = dict(zip(axes.outputs, _shape(upstream), strict=True))
-        count = _times([sizes[x] for x in axes.free])
-        factors = [inputs, upstream, narrow]
-        factors = factors[: 2 if is_eager else 3]
-        return _summed(multiplied, factors, count)
+        count = math.prod(sizes[x] for x in axes.free)
+        multiply = functools.partial(_product, axes=axes.of_weight)
+        return _summed(multiply, [inputs, upstream], count)
 
-    def of_inputs(upstream: Any, narrow: Any) -> Any:
-        return _product(upstream, narrow, axes.of_inputs)
-
-    if is_eager and axes.new:
-        gradients = of_inputs, of_weight
-        return _recorded(function, inputs, weight, copy, gradients)
     return _with_gradient(function, inputs, weight, copy, of_weight)
 
 
-@_on_local
 def convolved(
-    function: Function,
-    inputs: Any,
-    weight: Any,
-    positions: Callable,
-    *,
-    copy: Any,
+    function: Function, inputs: Any, weight: Any, copy: Any, positions: Callable
 ) -> Any:
     """Computes a convolution.
 
-    Args:
-        function: Computes the convolution.
-        inputs: Tensor of a 16-bit dtype.
-        weight: Float32 tensor.
-        positions: Returns the number of summed positions for the shapes of
-            the inputs and the result.
-        copy: The weight in the dtype of the inputs.
-
-    Returns:
-        The result of `function` for the inputs and the rounded weight.
+    `positions` returns how many positions are summed, for the shapes of the
+    inputs and the result.
     """
 
     def multiplied(inputs: Any, upstream: Any, narrow: Any) -> Any:
         return _pulled(lambda w: function(inputs, w), narrow, upstream)
 
-    def of_weight(upstream: Any, narrow: Any) -> Any:
+    def of_weight(inputs: Any, upstream: Any, narrow: Any) -> Any:
         count = positions(_shape(inputs), _shape(upstream))
         factors = [inputs, upstream, narrow]
         # XLA divides in the kernel that computes the incoming gradient. The
@@ -139,71 +85,42 @@ def convolved(
     return _with_gradient(function, inputs, weight, copy, of_weight)
 
 
-@_on_local
-def combined(
-    function: Function,
-    inputs: Any,
-    weight: Any,
-    *,
-    signs: tuple[int, int] | None,
-    in_loop: bool = False,
-    copy: Any = None,
-) -> Any:
-    """Computes a function of each element, such as a sum with a bias.
+def multiplied(function: Function, inputs: Any, weight: Any, copy: Any) -> Any:
+    """Multiplies element by element."""
 
-    Args:
-        function: Computes it, from two tensors that broadcast.
-        inputs: Tensor of a 16-bit dtype.
-        weight: Float32 tensor.
-        signs: The signs with which `function` adds inputs and weight; `None`
-            if it multiplies them.
-        in_loop: Whether it runs in each step of a loop; not used here.
-        copy: The weight in the dtype of the inputs, if it is known.
+    def of_weight(inputs: Any, upstream: Any, _: Any) -> Any:
+        return _of_term(_wide(inputs) * _wide(upstream), weight)
 
-    Returns:
-        The result of `function` for the inputs and the rounded weight.
-    """
-    del in_loop
-
-    def of_weight(upstream: Any, narrow: Any) -> Any:
-        if signs is not None and _adds_rows(weight, upstream):
-            total = _row_sum(upstream, narrow)
-            return -total if signs[1] < 0 else total
-        if signs is not None and tf.executing_eagerly():
-            # The other way computes the result once more.
-            return _of_term(_wide(upstream), weight, signs[1])
-        return _of_wide_weight(function, inputs, weight, upstream)
-
-    if tf.executing_eagerly() and signs and _repeats(weight, inputs):
-        is_negative = signs[0] < 0
-
-        def of_inputs(upstream: Any, narrow: Any) -> Any:
-            return -upstream if is_negative else upstream
-
-        gradients = of_inputs, of_weight
-        return _recorded(function, inputs, weight, copy, gradients)
     return _with_gradient(function, inputs, weight, copy, of_weight)
 
 
-def _repeats(term: Any, other: Any) -> bool:
-    """Returns whether a sum with another term has the shape of that one."""
-    own, whole = term.shape.as_list(), other.shape.as_list()
-    sizes = zip(own[::-1], whole[::-1], strict=False)
-    return len(own) <= len(whole) and all(n in (1, m) for n, m in sizes)
+def added(
+    function: Function, inputs: Any, weight: Any, copy: Any, sign: int
+) -> Any:
+    """Computes a sum with a term, such as a bias, that has a sign."""
+
+    def of_weight(_: Any, upstream: Any, narrow: Any) -> Any:
+        if _adds_rows(weight, upstream):
+            total = _row_sum(upstream, narrow)
+        else:
+            total = _of_term(_wide(upstream), weight)
+        return -total if sign < 0 else total
+
+    return _with_gradient(function, inputs, weight, copy, of_weight)
 
 
-def _of_term(upstream: Any, term: Any, sign: int) -> Any:
+def _of_term(upstream: Any, term: Any) -> Any:
     """Returns the gradient of a term of a sum that may have repeated it."""
-    own, whole = term.shape.as_list(), upstream.shape.as_list()
-    repeated = [1] * (len(whole) - len(own)) + own
-    sizes = zip(repeated, whole, strict=True)
-    axes = [n for n, (size, all_) in enumerate(sizes) if size != all_]
-    if axes:
-        # An array is an operand at once; a list is converted first.
-        upstream = tf.raw_ops.Sum(input=upstream, axis=np.array(axes, "int32"))
-    if upstream.shape.as_list() != own:
-        upstream = tf.reshape(upstream, own)
-    return -upstream if sign < 0 else upstream
+    axes: Any
+    if term.shape.is_fully_defined():
+        more = upstream.shape.rank - term.shape.rank
+        repeated = [more + n for n, size in enumerate(term.shape) if size == 1]
+        axes = [*range(more), *repeated]
+    else:
+        axes, _ = tf.raw_ops.BroadcastGradientArgs(
+            s0=tf.shape(term), s1=tf.shape(upstream)
+        )
+    return tf.reshape(tf.reduce_sum(upstream, axes), _shape(term))
 
 
 def _adds_rows(weight: Any, upstream: Any) -> bool:
@@ -220,7 +137,7 @@ def _row_sum(upstream: Any, narrow: Any) -> Any:
 
     `BiasAddGrad` rounds the partial sum of each block of threads to 16 bit.
     """
-    rows = tf.reshape(upstream, (-1, _times(_shape(narrow))))
+    rows = tf.reshape(upstream, (-1, math.prod(_shape(narrow))))
     count = _shape(rows)[0]
     is_half = upstream.dtype == tf.float16
     power = _root_of_two(count) if is_half else 1.0
@@ -311,92 +228,27 @@ def _with_gradient(
 
     Who walks through a graph or replaces gradients meets the operations of the
     forward pass.
-
-    Args:
-        function: Computes the result.
-        inputs: Tensor of a 16-bit dtype.
-        weight: Float32 tensor.
-        copy: The weight in the dtype of the inputs, `None` if it is not known.
-        of_weight: Returns the gradient of the weight.
     """
-    with tapes.unrecorded():
-        if copy is None:
-            copy = kernels.cast(weight, inputs.dtype)
-        narrow = tf.stop_gradient(copy)
     if tf.executing_eagerly() and not tapes.reach(weight):
         return function(inputs, copy)
+    # The gradient of a branch can only use what the branch has captured.
+    inputs, weight = tapes.local(inputs), tapes.local(weight)
+    with tapes.unrecorded():
+        narrow = tf.stop_gradient(copy)
     result = function(inputs, narrow)
 
     def of_all(upstream: Any) -> list:
-        with context_values.holding(rules=context_values.NO_RULES):
-            total = tapes.shared(copy, of_weight(upstream, narrow))
-            if not tapes.is_recorded():
-                return [upstream, None, *total]
-            # The gradient of this one needs to know the weight.
-            again = _known_copy(copy, weight)
-            pulled = _pulled(lambda x: function(x, again), inputs, upstream)
-            return [None, pulled, *total]
+        total = tapes.shared(copy, of_weight(inputs, upstream, narrow))
+        if not tapes.is_recorded():
+            return [upstream, None, *total]
+        # The gradient of this one needs to know the weight.
+        again = kernels.cast(tapes.by_way_of(copy, weight), copy.dtype)
+        pulled = _pulled(lambda x: function(x, again), inputs, upstream)
+        return [None, pulled, *total]
 
     sources = [result, inputs, tapes.local(copy), weight]
     (result,) = tapes.replaced([result], sources, [], of_all)
     return result
-
-
-def _recorded(
-    function: Function,
-    inputs: Any,
-    weight: Any,
-    copy: Any,
-    gradients: tuple[Gradient, Gradient],
-) -> Any:
-    """Returns a result for which a tape records both gradients (eager).
-
-    TensorFlow's own gradient would compute that of the 16-bit weight as well.
-
-    Args:
-        function: Computes the result.
-        inputs: Tensor of a 16-bit dtype.
-        weight: Float32 tensor.
-        copy: The weight in the dtype of the inputs, `None` if it is not known.
-        gradients: Return the gradients of the inputs, and of the weight.
-    """
-    of_inputs, of_weight = gradients
-    if copy is None:
-        with tapes.unrecorded():
-            copy = kernels.cast(weight, inputs.dtype)
-    if not tapes.reach(weight):
-        return function(inputs, copy)
-    with tapes.unrecorded():
-        result = function(inputs, copy)
-    # Nobody asks for the gradient of a model's own inputs.
-    reaches_inputs = tapes.reach(inputs)
-
-    def of_sources(upstream: Any) -> list:
-        with context_values.holding(rules=context_values.NO_RULES):
-            total = tapes.shared(copy, of_weight(upstream, copy))
-            if not reaches_inputs:
-                return total
-            factor = copy
-            if tapes.is_recorded():
-                # The gradient of this one needs to know the weight.
-                factor = _known_copy(copy, weight)
-            return [*total, of_inputs(upstream, factor)]
-
-    sources = [copy, weight, *([inputs] if reaches_inputs else [])]
-    tapes.record_gradient(result, sources, of_sources)
-    return result
-
-
-def _known_copy(copy: Any, weight: Any) -> Any:
-    """Returns a copy of a weight whose gradient reaches both."""
-    return kernels.cast(tapes.by_way_of(copy, weight), copy.dtype)
-
-
-def _of_wide_weight(
-    function: Function, inputs: Any, weight: Any, upstream: Any
-) -> Any:
-    wide = _wide(inputs)
-    return _pulled(lambda w: function(wide, w), weight, _wide(upstream))
 
 
 def _pulled(function: Callable[[Any], Any], at: Any, upstream: Any) -> Any:
@@ -441,13 +293,6 @@ def _product(a: Any, b: Any, axes: Contraction) -> Any:
     """Multiplies two tensors of one dtype, and returns that."""
     equation = f"{axes.inputs},{axes.weight}->{axes.outputs}"
     return tf.raw_ops.Einsum(inputs=[a, b], equation=equation)
-
-
-def _times(sizes: Sequence) -> Any:
-    product: Any = 1
-    for size in sizes:
-        product = product * size
-    return product
 
 
 def _shape(tensor: Any) -> list:

@@ -77,38 +77,6 @@ def rounded(nest: Any, dtype: str) -> Any:
     return map_leaves(nest, lambda leaf: narrow(leaf, dtype))
 
 
-def finite(value: Any, dtype: str) -> Any:
-    """Casts a float32 tensor; finite numbers stay finite.
-
-    Numbers beyond the format become half of its largest value, because a score
-    may be added to them. Infinity stays infinity. Anything else is returned
-    unchanged.
-    """
-    if float_dtype(value) != "float32":
-        return value
-    limit = _formats.LIMITS[dtype].max
-    beyond = keras.ops.logical_and(
-        keras.ops.isfinite(value), keras.ops.abs(value) > limit
-    )
-    within = keras.ops.where(beyond, keras.ops.sign(value) * (limit / 2), value)
-    return kernels.cast(within, dtype)
-
-
-def not_zero(value: Any, dtype: str) -> Any:
-    """Replaces what a cast would round to zero by the smallest normal number.
-
-    Some processors read smaller numbers as zero. The gradient is that of the
-    cast.
-    """
-    if float_dtype(value) != "float32":
-        return value
-    ops, limits = keras.ops, _formats.LIMITS[dtype]
-    size = ops.abs(value)
-    lost = ops.logical_and(size > 0, size <= limits.smallest / 2)
-    moved = ops.where(lost, ops.sign(value) * limits.tiny - value, 0.0)
-    return value + ops.stop_gradient(moved)
-
-
 def leaves(nest: Any) -> Iterator[Any]:
     """Yields the leaves of lists, tuples and dicts."""
     if not isinstance(nest, list | tuple | dict):

@@ -1,0 +1,133 @@
+"""Ops that compute in a way of their own.
+
+A value that a loop carries from step to step is a sum over its steps. So it is
+float32, whatever it begins with.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfmix._keras import context_values, global_state
+from tfmix._keras import variables as keras_variables
+from tfmix.ops import apply, attention, exact_values, logits, tensors
+
+_ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
+# The arguments of each loop: what computes a step, and what it begins with.
+_LOOPS = {
+    "scan": ("f", "init"),
+    "fori_loop": ("body_fun", "init_val"),
+    "while_loop": ("body", "loop_vars"),
+    "associative_scan": ("f", "elems"),
+}
+
+
+def carry_float32(call: apply.Call) -> Any:
+    """Runs a loop, whose carries are float32."""
+    is_raw = call.op.original.__module__.startswith("jax")
+    if is_raw and context_values.block.get().in_loop:
+        # Keras runs a recurrent layer by it, whose states are 16 bit.
+        return call.plain()
+    step_name, start_name = _LOOPS[call.op.name]
+    given = call.op.by_name(call.args, call.kwargs)
+    step, start = given[step_name], _wide(given[start_name])
+
+    def wide_step(*args: Any) -> Any:
+        made = step(*args)
+        if call.op.name == "scan" and not _ON_TENSORFLOW:
+            carry, result = made
+            return _wide(carry), result
+        # Keras's TensorFlow collects results in arrays of the carry's dtype.
+        return _wide(made)
+
+    return call.op.run((), {**given, step_name: wide_step, start_name: start})
+
+
+def _wide(nest: Any) -> Any:
+    return tensors.map_leaves(nest, _float32)
+
+
+def _float32(value: Any) -> Any:
+    return exact_values.float32_value(tensors.snapshot(value))
+
+
+def vectorized_map(call: apply.Call) -> Any:
+    """Runs a function for each row, by ops that TensorFlow can convert.
+
+    What converts them loses gradients that are not TensorFlow's own.
+    """
+    with context_values.holding(in_map=_ON_TENSORFLOW):
+        return call.plain()
+
+
+def in_time_steps(original: Callable) -> Callable:
+    """Returns the function that runs the time steps of a recurrent layer."""
+
+    @functools.wraps(original)
+    def loop(*args: Any, **kwargs: Any) -> Any:
+        with context_values.holding(in_loop=True):
+            return original(*args, **kwargs)
+
+    return loop
+
+
+def separable_conv(call: apply.Call) -> Any:
+    """Computes a separable convolution with weights as two convolutions."""
+    call.look()
+    if not call.weights:
+        return apply.decide(call)
+    given = call.op.by_name(call.args, call.kwargs)
+    pointwise = given.pop("pointwise_kernel")
+    kernel = given.pop("depthwise_kernel")
+    inner = keras.ops.depthwise_conv(kernel=kernel, **given)
+    return keras.ops.conv(inner, pointwise, data_format=given["data_format"])
+
+
+def take(call: apply.Call) -> Any:
+    """Takes rows of a weight; TensorFlow reads only those."""
+    table = call.args[0]
+    is_variable = isinstance(table, keras.Variable)
+    dtype = keras_variables.narrow_dtype(table) if is_variable else None
+    if dtype is not None:
+        if global_state.on_shapes_only():
+            return call.plain()
+        with keras_variables.autocast(None):
+            rows = call.plain()
+    else:
+        weight = exact_values.weight_of(table)
+        if weight is None or not tensors.is_16_bit(table):
+            call.is_ruled = call.is_ruled or _takes_often(call)
+            return apply.apply(call)
+        dtype = tensors.float_dtype(table)
+        weight = exact_values.by_way_of(table, weight)
+        rows = call.op.run((weight, *call.args[1:]), call.kwargs)
+    # A note would keep all rows in float32.
+    narrowed = tensors.narrow(rows, dtype)
+    if context_values.block.get().in_map:
+        # Each row of the map may take the same ones.
+        exact_values.weight_copy(rows, narrowed)
+    return narrowed
+
+
+def _takes_often(call: apply.Call) -> bool:
+    """Returns whether the gradient of a row is a sum of many."""
+    given = call.op.by_name(call.args, call.kwargs)
+    sizes, axis = given["x"].shape, given["axis"]
+    rows = sizes if axis is None else sizes[axis : axis + 1 or None]
+    indices = np.shape(given["indices"])
+    return apply.is_often(apply.size(rows), apply.size(indices))
+
+
+# All other ops are computed by `apply`.
+WAYS: dict[str, apply.Way] = {
+    **dict.fromkeys(_LOOPS, carry_float32),
+    **dict.fromkeys(("softmax", "sigmoid"), logits.with_logits),
+    **dict.fromkeys(("cast", "convert_to_tensor"), apply.cast),
+    "dot_product_attention": attention.dot_product_attention,
+    "separable_conv": separable_conv,
+    "take": take,
+    "vectorized_map": vectorized_map,
+}
