@@ -170,12 +170,6 @@ LIST = (
     *_OF_BACKEND,
     Replaced(
         OPS,
-        "A file of the old format names the optimizer that `compile` got.",
-        [training.OLD_FORMAT],
-        replacing.lazily(training.naming_saved_optimizer),
-    ),
-    Replaced(
-        OPS,
         "With dropout, attention layers do not call the op.",
         op_places.ATTENTION_METHODS,
         replacing.under(op_places.ATTENTION, attention.attention_in_float32),
