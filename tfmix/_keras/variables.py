@@ -566,7 +566,7 @@ def narrow_dtype(variable: keras.Variable) -> str | None:
     return scope.dtype if is_cast else None
 
 
-def assigning(original: Callable, exactly: Callable) -> Callable:
+def make_assign(original: Callable, exactly: Callable) -> Callable:
     """Returns what assigns to a variable, by `exactly` what lost digits.
 
     Args:
