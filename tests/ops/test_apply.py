@@ -45,6 +45,37 @@ def test_an_operator_promotes_16_bit_beside_float32_as_keras_ops_do(
     assert "computes in float32" not in caplog.text
 
 
+COMPARED = [
+    lambda x, y: x < y,
+    lambda x, y: x <= y,
+    lambda x, y: x > y,
+    lambda x, y: x >= y,
+    lambda x, y: x == y,
+    lambda x, y: x != y,
+]
+
+
+@pytest.mark.parametrize("mode", steps.MODES)
+@pytest.mark.parametrize("compare", COMPARED)
+def test_a_comparison_is_that_of_the_numbers_as_they_came(
+    compare, mode, caplog
+):
+    x = np.float32([[0.5, 2049.0, 3.0]])
+    y = np.float32([0.5, 2048.0, 4.0])
+    tfmix.set_global_policy("mixed_float16")
+
+    class Compares(keras.layers.Layer):
+        def call(self, x):
+            # 2049 is 2048 in float16; beside float32 the dtypes differ, too.
+            return compare(x, 2048.0), compare(x * 1, ops.convert_to_tensor(y))
+
+    layer = Compares()
+    found = steps.compiled(lambda x: layer(x), mode)(ops.convert_to_tensor(x))
+    np.testing.assert_array_equal(found[0], compare(x, np.float32(2048.0)))
+    np.testing.assert_array_equal(found[1], compare(x, y))
+    assert "computes in float32" not in caplog.text
+
+
 RNG = np.random.default_rng(0)
 ROWS = RNG.uniform(3, 6, (20_000, 4)).astype("float32")
 GAINS = RNG.uniform(0.5, 2, 4).astype("float32")
