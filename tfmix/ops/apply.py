@@ -513,6 +513,11 @@ def _of_weights(call: Call) -> Any:
     )
     is_wide = is_wide or _is_wide(call)
     dtype = call.wanted() or ("float32" if is_wide else call.dtype)
+    if call.op.name in _MOVES and tracing.in_graph_without_xla():
+        # One cast for each weight, not for each of its parts.
+        return keras.tree.map_structure(
+            exact_values.weight_copy, call.in_float32(), call.plain()
+        )
 
     def noted(value: Any) -> Any:
         if tensors.float_dtype(value) != "float32":
