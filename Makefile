@@ -22,7 +22,7 @@ PUSH ?=
 # XLA's compilers for accelerators that are not here: tpu, nvidia, or both.
 COMPILERS ?=
 # What `targets` runs with them.
-TARGET_TESTS ?= tests/hardware tests/test_cli.py
+TARGET_TESTS ?= tests/tools/hardware tests/tools/test_cli.py
 BIN = $(VENV)/bin
 # Files that say what the environment holds: all, or the demo's part of it.
 STAMP = $(VENV)/installed
@@ -167,7 +167,7 @@ test-targets:
 test-matrix: test-oldest
 	@$(MAKE) test VENV=.venv-newest
 
-# The oldest versions that setup.cfg allows; tests/test_packaging.py compares.
+# The oldest versions that setup.cfg allows; tests/project/test_packaging.py compares.
 OLDEST = 'absl-py==2.0.*' 'keras==3.12.*' 'numpy==2.0.*' 'rich==13.0.*'
 # A constraint names no extra.
 OLDEST += '$(firstword $(subst [, ,$(TENSORFLOW)))==2.20.*'
@@ -179,7 +179,7 @@ check: $(STAMP)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
-	@$(BIN)/python -m pytest -q tests/test_import_graph.py
+	@$(BIN)/python -m pytest -q tests/project/test_import_graph.py
 
 # Prints the tables, keeps them in docs/benchmarks/ and makes docs/benchmarks.md
 # of them: an hour on two cores; ONLY="gpu faults" for some, ONLY=--list for

@@ -36,7 +36,7 @@ def adam(shapes: list[tuple[int, int]]) -> results.Table:
     return results.Table(title, rows)
 
 
-def whole(title: str, target: str, devices: int = 1) -> results.Table:
+def whole(title: str, target: str) -> results.Table:
     """A transformer's training step under policies and scalers."""
     float16 = [("mixed_float16", way) for way in overhead.SYSTEMS]
     pairs = [("float32", "bare"), ("mixed_bfloat16", "bare")]
@@ -46,7 +46,7 @@ def whole(title: str, target: str, devices: int = 1) -> results.Table:
     pairs.append(("bfloat16", "tfmix"))
     rows: Rows = []
     for policy, way in pairs:
-        step = compiled_steps.transformer(policy, way, target, devices)
+        step = compiled_steps.transformer(policy, way, target)
         names = {"policy": policy, "optimizer": way}
         rows.append(names | compiled_steps.whole_row(step))
     return results.Table(title, rows)
@@ -58,9 +58,8 @@ PARTS: dict[str, Callable[[], results.Table]] = {
     "transformer": lambda: whole(
         "A training step of a transformer with four blocks", "h200"
     ),
+    "transformer-v5e": lambda: whole("The same on a v5e", "v5e"),
 }
-if keras.backend.backend() == "jax":  # TensorFlow's compiles for one device.
-    PARTS["transformer-v5e"] = lambda: whole("The same on 4 x v5e", "v5e", 4)
 
 
 def _table(part: str) -> results.Table:

@@ -6,13 +6,12 @@ from typing import Any
 import keras
 
 import tfmix
-from benchmarks import gpu_models, overhead
+from benchmarks import compiled_tensorflow, gpu_models, overhead
 from tfmix.tools.hardware import (
     compiled_step,
     compiled_text,
     compilers,
     compiling,
-    lowering,
 )
 from tfmix.tools.hardware import target as targets
 
@@ -26,7 +25,7 @@ TRANSFORMER = {
     "blocks": 4,
     "vocabulary": 256,
 }
-ROWS = 32  # the transformer's batch size per device
+ROWS = 32  # the transformer's batch size
 
 
 def compiled(
@@ -47,7 +46,7 @@ def compiled(
         for index, shape in enumerate(shapes)
     ]
     optimizer.build(variables)
-    (device,) = compilers.devices(targets.find(target), 1)
+    device = compilers.device(targets.find(target))
     if keras.backend.backend() == "jax":
         return _by_jax(optimizer, variables, device)
     return _by_tensorflow(optimizer, variables, device)
@@ -83,7 +82,7 @@ def _by_jax(optimizer: Any, variables: list, device: Any) -> Any:
 
 
 def transformer(
-    policy: str, way: str, target: str, devices: int = 1
+    policy: str, way: str, target: str
 ) -> compiled_step.CompiledStep:
     """Compiles a transformer's whole training step under one scaler."""
     with tfmix.policy_scope(policy):
@@ -93,11 +92,10 @@ def transformer(
         # By default `compile` would wrap the optimizer under the policy.
         wrap = way != "bare"
         model.compile(optimizer, loss=loss, auto_scale_loss=wrap)
-    found, rows = targets.find(target), ROWS * devices
-    made = lowering.compile_training_step(
-        model, rows, compilers.devices(found, devices)
-    )
-    return compiling.record(made, model, found, devices, rows, policy)
+    found = targets.find(target)
+    device = compilers.device(found)
+    made = compiled_tensorflow.training_step(model, ROWS, device)
+    return compiling.record(made, model, found, ROWS, policy)
 
 
 def _by_tensorflow(optimizer: Any, variables: list, device: Any) -> Any:
@@ -109,7 +107,7 @@ def _by_tensorflow(optimizer: Any, variables: list, device: Any) -> Any:
         optimizer.apply(_cast(narrow, variables), variables)
 
     given = [tf.TensorSpec(one.shape, tf.bfloat16) for one in variables]
-    return compilers.compile_tensorflow(step, given, device)
+    return compiled_tensorflow.compiled(step, given, device)
 
 
 def _cast(narrow: Iterable[Any], variables: list) -> list:
@@ -135,7 +133,6 @@ def whole_row(step: compiled_step.CompiledStep) -> dict[str, Any]:
         **_row(step, step.memory.temporaries),
         "peak, MB": step.memory.peak / 1e6,
         "in 16 bit": f"{step.share_16bit:.0%}",
-        "exchanged, MB": f"{step.exchanged / 1e6:.3f} ({step.exchanges})",
         "at least, ms": f"{1e3 * step.seconds:.3f} ({step.bound})",
     }
 

@@ -86,7 +86,7 @@ class Program:
         from jax._src.lib import xla_client
         from jaxlib.mlir import ir
 
-        from tfmix.tools.hardware import compilers
+        from benchmarks import compiled_tensorflow
 
         # The iterations are a 64-bit integer.
         jax.config.update("jax_enable_x64", True)
@@ -96,7 +96,9 @@ class Program:
                 path.read_bytes()
             )
             # TensorFlow's translation leaves products that are none.
-            module = ir.Module.parse(compilers.in_stablehlo(str(module)))
+            module = ir.Module.parse(
+                compiled_tensorflow.in_stablehlo(str(module))
+            )
             main = next(
                 operation
                 for operation in module.body.operations

@@ -28,7 +28,6 @@ VARIANTS: dict[str, tuple[str, Callable]] = {
     "pure, no masters": ("bfloat16", lambda adam: adam),
     "masters": ("bfloat16", _MASTERS),
     "flat masters": ("bfloat16", functools.partial(_MASTERS, flat=True)),
-    "split": ("bfloat16", functools.partial(_MASTERS, split=True)),
     "stochastic": ("bfloat16", tfmix.optimizers.BFloat16Optimizer),
 }
 

@@ -51,7 +51,7 @@ def batches(steps: int) -> Any:
 
 
 FLAGS = results.flag_values()
-# By default, a monitor samples every 100 steps.
+# A monitor samples the first of 100 steps.
 flags.DEFINE_integer("steps", 100, "steps of a turn", flag_values=FLAGS)
 flags.DEFINE_integer("rounds", 15, "turns of each callback", flag_values=FLAGS)
 

@@ -16,8 +16,13 @@ import keras
 from absl import logging
 
 import tfmix
-from benchmarks import compiled, pretrained_networks, results
-from tfmix.tools.hardware import compilers, lowering
+from benchmarks import (
+    compiled,
+    compiled_tensorflow,
+    pretrained_networks,
+    results,
+)
+from tfmix.tools.hardware import compilers
 from tfmix.tools.hardware import target as targets
 
 TARGET = "h200"
@@ -49,8 +54,8 @@ def peak(name: str, policy: str) -> float:
         )
         model = keras.Model(inputs, _Training(one.make())(inputs))
         model.compile(keras.optimizers.Adam(one.rate), loss=one.losses)
-    devices = compilers.devices(targets.find(TARGET), 1)
-    step = lowering.compile_training_step(model, len(one.y[0]), devices)
+    device = compilers.device(targets.find(TARGET))
+    step = compiled_tensorflow.training_step(model, len(one.y[0]), device)
     return (step.arguments + step.extra) / 1e6
 
 

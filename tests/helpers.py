@@ -108,6 +108,17 @@ def with_gradients(function, *tensors, upstream=None):
     return found, *tape.gradient(found, tensors, upstream)
 
 
+class Calls(keras.layers.Layer):
+    """Computes a function of its input."""
+
+    def __init__(self, function, **kwargs):
+        super().__init__(**kwargs)
+        self.function = function
+
+    def call(self, x):
+        return self.function(x)
+
+
 def dtype_of(tensor):
     """Returns the name of a tensor's dtype."""
     return keras.backend.standardize_dtype(tensor.dtype)

@@ -2,10 +2,7 @@
 
 import os as _os
 
-from tfmix.tools import cli as _cli
-
-with _cli.startup_log_held_back(only_of="python -m tfmix"):
-    from tfmix._keras import version
+from tfmix._keras import version
 
 version.require_supported()
 version.require_private_names()

@@ -17,9 +17,8 @@ import rich.markup
 import rich.table
 import rich.text
 
-# The spaces between columns, the minimum widths of a long name and of a
-# sentence, and the length up to which a cell is never broken.
-_GAP, _LEAST_NAME, _LEAST_TEXT, _WHOLE = 2, 12, 16, 24
+# A cell of up to this length is never broken.
+_WHOLE = 24
 _STYLES = {
     "ok": "green",
     "overflow": "bold red",
@@ -35,7 +34,7 @@ _PAGE = """<!DOCTYPE html>
 <style>{stylesheet}
 body {{ color: {foreground}; background: {background}; }}
 pre {{ overflow-x: auto; line-height: 1.4; }}
-img {{ max-width: 100%; }}</style></head><body><pre>{code}</pre>
+</style></head><body><pre>{code}</pre>
 """
 
 
@@ -58,52 +57,31 @@ class Table:
     ) -> rich.console.RenderResult:
         if self.title:
             yield rich.text.Text(self.title, style="bold")
-        yield self._drawn(options.max_width)
+        yield self._drawn()
         yield ""
         yield from map(rich.text.Text, self.notes)
         for line in self.code:
             yield rich.text.Text(line, overflow="fold")
 
-    def _drawn(self, width: int) -> rich.table.Table:
-        columns = [*zip(self.heads, *self.rows, strict=True)]
+    def _drawn(self) -> rich.table.Table:
         drawn = rich.table.Table(
             box=rich.box.SIMPLE_HEAD,
             show_edge=False,
             pad_edge=False,
-            padding=(0, _GAP - 1, 0, 0),
+            padding=(0, 1, 0, 0),
         )
-        for head, *cells in columns:
-            # Only sentences are wrapped; numbers, shapes and short texts are
+        for head, *cells in zip(self.heads, *self.rows, strict=True):
+            # Only long names and sentences are wrapped; numbers and shapes are
             # not.
-            is_text = max(map(len, [*cells, ""])) > _WHOLE
+            is_long = max(map(len, [*cells, ""])) > _WHOLE
             drawn.add_column(
-                rich.markup.escape(head),
-                no_wrap=not is_text,
-                overflow="fold",
+                rich.markup.escape(head), no_wrap=not is_long, overflow="fold"
             )
-        others = sum(map(_least_width, columns[1:]))
-        names = width - others - _GAP * len(columns)
         styles = map(_STYLES.get, self.verdicts or [""] * len(self.rows))
-        for (name, *row), style in zip(self.rows, styles, strict=True):
+        for row, style in zip(self.rows, styles, strict=True):
             # Names and advice contain brackets, which rich takes for markup.
-            cells = [_shortened(name, names), *row]
-            drawn.add_row(*map(rich.markup.escape, cells), style=style)
+            drawn.add_row(*map(rich.markup.escape, row), style=style)
         return drawn
-
-
-def _least_width(column: Sequence[str]) -> int:
-    """Returns the minimum width of a column."""
-    longest = max(len(line) for cell in column for line in cell.split("\n"))
-    return longest if longest <= _WHOLE else _LEAST_TEXT
-
-
-def _shortened(name: str, width: int) -> str:
-    """Cuts the middle out of a long path, whose end matters most."""
-    width = max(width, _LEAST_NAME)
-    if len(name) <= width or " " in name:
-        return name
-    end = 2 * width // 3
-    return f"{name[: width - end - 1]}…{name[-end:]}"
 
 
 class Printed(abc.ABC, rich.jupyter.JupyterMixin):
@@ -130,7 +108,6 @@ def write_page(
     path: str | os.PathLike[str],
     model_name: str,
     tables: Sequence[Table],
-    picture: str = "",
 ) -> None:
     """Writes tables as one HTML page, with the date and the versions used.
 
@@ -138,7 +115,6 @@ def write_page(
         path: The file.
         model_name: The name of the model that the tables are about.
         tables: What the page shows.
-        picture: A picture below the tables, as a `data:` address, or "".
     """
     console = rich.console.Console(
         record=True, file=io.StringIO(), width=_PAGE_WIDTH
@@ -147,10 +123,7 @@ def write_page(
     for table in tables:
         console.print()
         console.print(table)
-    image = f'<img alt="Headroom of each layer" src="{picture}">'
-    console.save_html(
-        os.fspath(path), code_format=_PAGE + image * bool(picture)
-    )
+    console.save_html(os.fspath(path), code_format=_PAGE)
 
 
 def _made_with() -> str:

@@ -161,11 +161,10 @@ def _masters(**how: bool) -> Callable[[Any], Any]:
     return functools.partial(tfmix.optimizers.MasterWeightOptimizer, **how)
 
 
-# Only float16 overflows; split masters and rounding are for bfloat16.
+# Only float16 overflows; stochastic rounding is for bfloat16.
 SIXTEEN_BIT = (
     Kept("masters", _masters(), _FLOAT8_ROWS, "float16"),
     Kept("flat", _masters(flat=True), _TOGETHER, "float16"),
-    Kept("split", _masters(split=True), _NARROW, "bfloat16"),
     Kept(
         "stochastic",
         functools.partial(tfmix.optimizers.BFloat16Optimizer, seed=7),

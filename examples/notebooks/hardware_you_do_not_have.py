@@ -103,8 +103,7 @@ compiled("v5e", "mixed_bfloat16")
 compiled("h200", "mixed_bfloat16")
 
 # %% [markdown]
-# Under JAX, `devices=4` splits the batch between four devices. float16 on a TPU
-# is refused at once, because XLA has no float16 products there:
+# float16 on a TPU is refused at once: XLA has no float16 products there.
 
 # %%
 try:
@@ -117,7 +116,7 @@ except ValueError as error:
 #
 # ```sh
 # tfmix compile model.keras --target h200 --batch 64
-# tfmix compile model.keras --target v5e --devices 4 --batch 256
+# tfmix compile model.keras --target v5e --batch 64
 # ```
 #
 # Only a real run shows the effects of clocks, of the input pipeline, and of the

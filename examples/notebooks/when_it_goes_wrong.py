@@ -113,7 +113,7 @@ ops.convert_to_numpy(model.get_layer("normalized")(train_x[:4]))[:, :6]
 # candidate, so it takes as long as a few checks.
 
 # %%
-policy = report.suggested_policy(progress=False)
+policy = report.suggested_policy()
 policy
 
 # %% [markdown]
@@ -153,7 +153,8 @@ train_x[7, 3] = spoilt
 print(f"{accuracy:.1%}, {model.optimizer.skipped_steps} steps skipped")
 
 # %%
-monitor.plot()
+for reading in monitor.timeline[-3:]:
+    print(reading)
 
 # %% [markdown]
 # A run in which every step is skipped ends with a `LossScaleError` that names

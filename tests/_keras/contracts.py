@@ -68,7 +68,6 @@ PACKAGES = (
 )
 
 # Maps owners to functions and their arguments; further ones have defaults.
-SWAP = "keras.src.callbacks.swap_ema_weights"
 FUNCTIONS = {
     f"{COMMON}.global_state": {
         "get_global_attribute": "name default",
@@ -97,10 +96,6 @@ FUNCTIONS = {
     f"{CORE_OWNER}.core": {
         "cast": "x dtype",
         "convert_to_tensor": "x dtype",
-    },
-    f"{SWAP}.SwapEMAWeights": {
-        "_swap_variables": "self",
-        "_finalize_ema_values": "self",
     },
     "keras.src.legacy.saving.saving_utils": {
         "model_metadata": "model include_optimizer require_config",

@@ -104,7 +104,6 @@ NOT_PRIVATE = {
     "_getframe": "Python's",
     "_exit": "Python's",
     "_*": "part of a name that tfmix gives",
-    "_float32_slots": "the same",
     "_loss_scale_*": "the same",
     "_no_decay": "the same",
 }

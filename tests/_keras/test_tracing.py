@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 import tfmix
-from tests import helpers, sixteen_bit
+from tests import helpers
+from tests.optimizers import sixteen_bit
 
 # JAX would not trace `fit` without, which also builds a model without inputs.
 JAX_COMPILES = keras.backend.backend() == "jax"

@@ -65,7 +65,6 @@ KINDS = {
     ),
     "masters": (masters(), "float16", "float16"),
     "flat": (masters(flat=True), "float16", "float16"),
-    "split": (masters(split=True), "bfloat16", "bfloat16"),
     "rounding": (tfmix.optimizers.BFloat16Optimizer, "bfloat16", "bfloat16"),
 }
 

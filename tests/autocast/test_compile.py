@@ -386,49 +386,6 @@ def test_a_loaded_model_continues_bit_for_bit_under_any_policy(
 
 
 @pytest.mark.costly
-def test_a_layer_made_outside_falls_back_where_its_code_needs_it(said):
-    class Holds(layers.Layer):
-        def call(self, x):
-            if "float32" not in str(x.dtype):
-                raise TypeError("16 bit")
-            return x
-
-    with tfmix.policy_scope(F16):
-        pass
-    model = keras.Sequential([layers.Dense(1), Holds()])
-    for layer in model.layers:
-        layer.dtype_policy = F16
-    model.compile("sgd", "mse")
-    model.fit(X, Y, verbose=0)
-    assert "(Holds) computes in float32" in "".join(said)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("policy", "jit", "run"),
-    [
-        ("float16", True, "fit"),
-        ("bfloat16", False, "fit"),
-        ("O2", True, "train_on_batch"),
-    ],
-)
-def test_masters_of_a_model_that_fit_builds_start_from_its_weights(
-    policy, jit, run
-):
-    """Builds masters in `fit`, which XLA once refused under TensorFlow."""
-    with tfmix.policy_scope(policy):
-        recurrent = layers.RNN(layers.SimpleRNNCell(3))
-        model = keras.Sequential([recurrent, layers.Dense(1)])
-    model.compile(optimizers.SGD(0.0), "mse", jit_compile=jit)
-    x = np.ones((8, 3, 2), "float32")
-    getattr(model, run)(x, np.ones((8, 1), "float32"))
-    # A step of length 0 has written the masters back.
-    for weight in model.trainable_variables:
-        is_bias = "bias" in weight.path
-        assert is_bias or np.any(helpers.to_numpy(weight.value))
-
-
-@pytest.mark.costly
 @pytest.mark.filterwarnings("ignore:The model does not have any trainable")
 @pytest.mark.parametrize("policy", [F16, "bfloat16"])
 @pytest.mark.parametrize("kind", ["frozen", "without weights"])

@@ -7,7 +7,7 @@ from keras import layers
 
 import tfmix
 from tests import helpers
-from tests import test_one_program as one_program
+from tests.promises import test_one_program as one_program
 from tfmix._keras import replacing
 from tfmix.autocast import record as mixed_model
 

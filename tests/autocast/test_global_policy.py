@@ -9,7 +9,7 @@ import keras
 import pytest
 
 from tests import helpers
-from tfmix._keras import context_values, version
+from tfmix._keras import context_values
 from tfmix.autocast import global_policy as state
 from tfmix.ops import stand_ins
 from tfmix.policy import policy as policies
@@ -247,52 +247,6 @@ def test_moments_nest_and_meet_scopes():
     assert new_layer_policy() == "mixed_bfloat16"
     for_a_moment("float32")
     keras.config.set_dtype_policy(old)
-    assert state.global_policy() is policy
-
-
-def test_what_keras_was_given_in_a_scope_ends_with_it():
-    with state.policy_scope("mixed_float16"):
-        keras.config.set_dtype_policy("mixed_bfloat16")
-    assert new_layer_policy() == "float32"
-    state.set_global_policy("mixed_bfloat16")
-    with state.policy_scope("float32"):
-        keras.config.set_dtype_policy("float16")
-    assert new_layer_policy() == "mixed_bfloat16"
-
-
-def test_a_policy_with_rules_that_keras_is_given_comes_back_as_well():
-    policy = Policy("mixed_float16", float32_layers=["head"])
-    state.set_global_policy("mixed_float16")
-    old = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(policy)
-    for_a_moment("float32", lambda policy: policy.name)
-    assert state.global_policy() is policy
-    keras.config.set_dtype_policy(old)
-    assert state.global_policy() == Policy("mixed_float16")
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [
-        keras.DTypePolicy("mixed_bfloat16"),
-        keras.dtype_policies.DTypePolicyMap("mixed_bfloat16"),
-        keras.dtype_policies.QuantizedDTypePolicy("int8", "mixed_bfloat16"),
-    ],
-)
-def test_any_policy_object_comes_back_after_a_moment(policy):
-    is_quantized = isinstance(policy, keras.dtype_policies.QuantizedDTypePolicy)
-    if is_quantized and version.numbers(keras.version()) >= (3, 16):
-        pytest.skip("Keras 3.16 refuses a quantized policy for all layers")
-    with state.policy_scope(policy):
-        for_a_moment()
-        assert state.global_policy() is policy
-
-
-def test_tfmixs_own_function_replaces_what_keras_was_given():
-    policy = Policy("mixed_float16")
-    state.set_global_policy(policy)
-    keras.config.set_dtype_policy("float32")
-    state.set_global_policy(policy)
     assert state.global_policy() is policy
 
 

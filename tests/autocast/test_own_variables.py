@@ -1,7 +1,5 @@
 """A layer reads and writes its own variables exactly."""
 
-import functools
-
 import keras
 import numpy as np
 import pytest
@@ -160,88 +158,3 @@ def test_running_statistics_are_those_of_float32(name, spelling, mode):
     assert_statistics_are_those_of_float32(
         name, lambda: Averages(spelling), x, mode
     )
-
-
-class Codebook(layers.Layer):
-    """Quantizes vectors; each code follows the mean of those nearest to it."""
-
-    def build(self, shape):
-        width = shape[-1]
-        add = functools.partial(self.add_weight, trainable=False)
-        self.counts = add(shape=(4,), initializer="ones")
-        self.totals = add(shape=(4, width), initializer=self.first)
-        self.codes = add(shape=(4, width), initializer=self.first)
-        self.statistics = [self.counts, self.totals, self.codes]
-
-    def first(self, shape, dtype):
-        corners = [[0.0, 0.0, 1.0], [0.0, 2.0, 0.0], [3.0, 0.0, 0.0], [4.0] * 3]
-        return ops.cast(corners, dtype)
-
-    def call(self, x, training=None):
-        gaps = ops.expand_dims(x, 1) - self.codes
-        nearest = ops.argmin(ops.sum(ops.square(gaps), -1), -1)
-        if training:
-            chosen = ops.one_hot(nearest, 4, dtype=x.dtype)
-            totals = ops.matmul(ops.transpose(chosen), x)
-            self.counts.assign(0.98 * self.counts + 0.02 * ops.sum(chosen, 0))
-            self.totals.assign(0.98 * self.totals + 0.02 * totals)
-            sizes = ops.expand_dims(self.counts, 1)
-            self.codes.assign(self.totals / (sizes + 1e-5))
-        return ops.take(self.codes, nearest, axis=0)
-
-
-class MomentumEncoder(layers.Layer):
-    """A second encoder follows the one that is trained."""
-
-    def build(self, shape):
-        third = keras.initializers.Constant(1 / 3)
-        self.encoder = layers.Dense(3, kernel_initializer=third)
-        self.slow = layers.Dense(3, kernel_initializer="zeros", trainable=False)
-        self.encoder.build(shape)
-        self.slow.build(shape)
-        self.statistics = self.slow.weights
-
-    def call(self, x, training=None):
-        if training:
-            pairs = zip(self.slow.weights, self.encoder.weights, strict=True)
-            for slow, fast in pairs:
-                slow.assign(0.999 * slow + (1 - 0.999) * fast)
-        return self.encoder(x) - self.slow(x)
-
-
-class Centres(layers.Layer):
-    """Moves the centre of each vector's class, as a centre loss does."""
-
-    def build(self, shape):
-        self.centres = self.add_weight(
-            shape=(4, shape[-1]), initializer="zeros", trainable=False
-        )
-        self.statistics = [self.centres]
-
-    def call(self, x, training=None):
-        classes = ops.arange(4)
-        gaps = x[:4] - ops.take(self.centres, classes, axis=0)
-        if training:
-            moved = ops.take(self.centres, classes, axis=0) + 0.01 * gaps
-            self.centres.assign(
-                ops.scatter_update(self.centres, classes[:, None], moved)
-            )
-        return x - ops.take(self.centres, classes[:1], axis=0)
-
-
-def clusters():
-    """Returns numbers around four points, which casts do not change."""
-    points = np.array([[0, 0, 1], [0, 2, 0], [3, 0, 0], [4, 4, 4]])
-    noise = np.random.default_rng(0).normal(0.3, 0.05, (320, 3))
-    x = points[np.arange(320) % 4] + noise
-    return np.array(ops.cast(ops.cast(x, "bfloat16"), "float32"))
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("mode", steps.MODES[::-1])
-@pytest.mark.parametrize("make", [Codebook, MomentumEncoder, Centres])
-@pytest.mark.parametrize("name", NAMES)
-def test_whatever_is_assigned_to_float32_is_computed_in_float32(
-    name, make, mode
-):
-    assert_statistics_are_those_of_float32(name, make, clusters(), mode)

@@ -5,7 +5,7 @@ import json
 import keras
 import numpy as np
 import pytest
-from absl import app, flags
+from absl import flags
 
 import tfmix
 from benchmarks import answers, gpu, gpu_models, gpu_worker
@@ -50,54 +50,6 @@ def ran(monkeypatch):
     return found
 
 
-class Clock:
-    """A session with a clock, on which steps take longer and longer."""
-
-    weights = 7
-
-    def __init__(self):
-        self.asked, self.now = [], 0.0
-
-    def perf_counter(self):
-        return self.now
-
-    def train(self, steps):
-        self.asked.append(steps)
-        self.now += 0.01 * len(self.asked)
-        return 1 / len(self.asked)
-
-    def peak(self):
-        return 3 * 10**9
-
-
-def test_a_row_has_the_first_step_and_the_median_of_the_rest(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(gpu_worker, "time", clock)
-    row = gpu_worker.measure(clock, steps=4)
-    assert clock.asked == [1, 1, 4, 4, 4, 4, 4]
-    assert (row["first step, s"], row["second step, s"]) == (0.01, 0.02)
-    times = row["least ms"], row["ms"], row["most ms"]
-    assert times == (7.5, 12.5, 17.5)
-    assert row["peak, GB"] == 3.0
-    assert row["losses"][:2] == [1.0, 0.5]
-
-
-def test_rows_alike_under_both_backends_run_under_one(monkeypatch):
-    everything = {*gpu.PARTS}, {*gpu.MODELS}
-    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: name)
-    assert gpu.jobs("jax", *everything) == list(gpu.JOBS)
-    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None)
-    found = gpu.jobs("jax", {"models"}, {"transformer"})
-    assert {job[1] for job in found} == {
-        "tfmix",
-        "keras",
-        "by hand",
-    }
-    others = gpu.jobs("tensorflow", *everything)
-    assert {job[1] for job in others} == {"tfmix", "keras"}
-    assert gpu.jobs("tensorflow", {"products"}, {*gpu.MODELS}) == []
-
-
 def test_a_run_continues_where_the_last_one_ended(ran, tmp_path, capsys):
     words = [f"--into={tmp_path / 'rows.json'}", "--at_once=1", "--json"]
     assert gpu.main([*words, "--models=llama", "--part=models"]) == 0
@@ -119,32 +71,6 @@ def test_a_run_continues_where_the_last_one_ended(ran, tmp_path, capsys):
     assert len(models) == 11
     assert steps["rows"][0]["ms a step"]["high"] == 3.0
     assert products["rows"][0]["8 rows"] == 1.5
-
-
-def test_a_row_that_fails_is_named_and_the_others_are_kept(
-    ran, tmp_path, caplog
-):
-    path = tmp_path / "rows.json"
-    words = [f"--into={path}", "--part=models", "--models=vit,resnet50"]
-    assert gpu.main(words) == 1
-    assert "failed: vit tfmix mixed_bfloat16 LowMemoryOptimizer" in caplog.text
-    rows = json.loads(path.read_text())["models"]
-    assert [row["model"] for row in rows] == ["resnet50"] * 5
-
-
-def test_no_row_begins_after_the_deadline(ran, tmp_path):
-    path = tmp_path / "rows.json"
-    assert gpu.main([f"--into={path}", "--minutes=-1"]) == 0
-    assert not ran
-    assert not path.exists()
-
-
-def test_rows_of_two_cards_are_not_mixed(ran, tmp_path, monkeypatch):
-    words = [f"--into={tmp_path / 'rows.json'}", "--models=llama"]
-    assert gpu.main(words) == 0
-    monkeypatch.setattr(gpu, "found_gpu", lambda: "Another card")
-    with pytest.raises(app.UsageError, match="has rows of A card under jax"):
-        gpu.main(words)
 
 
 def test_without_a_gpu_only_rows_of_another_machine_are_saved(
@@ -256,32 +182,6 @@ def test_steps_of_tensorflow_are_written_and_timed_by_jax(
     (path,) = (tmp_path / "tensorflow-steps").iterdir()
     # A step overwrites weights: outputs take the place of inputs.
     assert len(gpu.gpu_tensorflow.Program(path).aliases) > 3
-
-
-@pytest.mark.slow
-@helpers.requires_backend("jax")
-def test_products_are_timed_with_their_gradients():
-    import jax
-
-    from benchmarks import gpu_products
-
-    shape = (32, 16, 48)
-    layers = gpu_products.drawn(shape, jax.random.key(0))
-    exact, narrow = (
-        gpu_products.step(way, layers) for way in gpu_products.WAYS
-    )
-    assert len(exact) == len(narrow) == gpu_products.layers_of(shape)
-    leaves = map(jax.tree.leaves, (narrow, exact))
-    for ours, theirs in zip(*leaves, strict=True):
-        assert ours.dtype == theirs.dtype
-        scale = np.abs(np.asarray(theirs, "float32")).max()
-        difference = np.asarray(ours - theirs, "float32")
-        assert 0 < np.abs(difference).max() < 0.1 * scale
-    (row,) = gpu_products.measured([shape], 1e-4)
-    assert (row["rows"], row["k"], row["n"]) == shape
-    assert row["ratio"] == pytest.approx(
-        row["bfloat16, ms"] / row["float8, ms"], rel=0.01
-    )
 
 
 @pytest.mark.slow

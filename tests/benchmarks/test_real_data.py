@@ -25,24 +25,6 @@ def test_worse_means_that_the_best_seed_is_worse_than_the_worst(
     assert real_data.is_worse(scores, than) is worse
 
 
-def test_the_epochs_to_the_target_are_counted_in_rounds():
-    task = real_tasks.TASKS["vowels"]
-    low, high = task.target - 1, task.target
-    runs = [[low, high], [low, low, high], [high]]
-    count = real_data.epochs_to_target("vowels", runs)
-    assert count == str(2 * task.epochs)
-    assert real_data.epochs_to_target("vowels", [[low], [math.nan]]) == "-"
-
-
-def test_a_row_has_a_cell_for_each_way_and_marks_a_worse_one():
-    found = {way: [[0.0, 95.0], [1.0, 96.0]] for way in real_data.WAYS}
-    found["Keras, float16"] = [[0.0, 10.0], [0.0, math.nan]]
-    made = real_data.row("digits", found)
-    assert made["float32"] == "95.50 ± 0.71"
-    assert made["Keras, float16"] == "nan (worse)"
-    assert made["epochs"] == "2/-/2/2"
-
-
 def test_coxs_likelihood_counts_those_who_lived_as_long():
     y = np.float32([[5, 1], [9, 0], [2, 1]])
     risk = np.float32([[0.5], [-1.0], [2.0]])
@@ -52,13 +34,6 @@ def test_coxs_likelihood_counts_those_who_lived_as_long():
         keras.ops.convert_to_tensor(y), keras.ops.convert_to_tensor(risk)
     )
     assert float(found) == pytest.approx(expected.mean(), rel=1e-5)
-
-
-def test_concordance_is_the_share_of_pairs_in_the_right_order():
-    expected = np.array([[1, 1], [2, 1], [3, 0]])
-    assert real_tasks._concordance(np.array([[3], [2], [1]]), expected) == 100
-    found = real_tasks._concordance(np.array([[2], [3], [1]]), expected)
-    assert found == pytest.approx(200 / 3)
 
 
 def test_data_that_are_missing_are_named_with_what_to_install():

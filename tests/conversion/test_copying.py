@@ -143,10 +143,10 @@ class Forgetful(keras.layers.Dense):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (OwnLayer, r"register_keras_serializable\(\)` on OwnLayer "),
+        (OwnLayer, r"register_keras_serializable\(\)` on OwnLayer,"),
         (
             lambda: NoConfig(type("Units", (), {"units": 2})()),
-            "give NoConfig a `get_config`",
+            "on NoConfig, and give a class a `get_config`",
         ),
         (lambda: Forgetful(2), "other weights than the model"),
     ],

@@ -8,10 +8,12 @@ program may need more memory than this machine has, so it only uses shapes, and
 no variable gets a value.
 """
 
+import dataclasses
+
 import keras
 
 import tfmix
-from tests import test_docs
+from tests.project import test_docs
 from tfmix.tools.hardware import compiled_step, compilers, compiling, lowering
 from tfmix.tools.hardware import target as targets
 
@@ -56,10 +58,10 @@ def counted(
         model = make()
     model.compile(optimizer, loss=loss)
     accelerator = targets.find(target)
-    places = compilers.devices(accelerator, 1)
+    device = compilers.device(accelerator)
     with keras.StatelessScope(initialize_variables=False):
-        compiled = lowering.compile_training_step(model, rows, places)
-        return compiling.record(compiled, model, accelerator, 1, rows, "step")
+        compiled = lowering.compile_training_step(model, rows, device)
+        return compiling.record(compiled, model, accelerator, rows, "step")
 
 
 def both(sizes, rows=ROWS, length=LENGTH):
@@ -83,7 +85,7 @@ def both(sizes, rows=ROWS, length=LENGTH):
 
 if __name__ == "__main__":
     for name, step in both(GEMMA_2B).items():
-        held = {**step.memory.kinds.by_title(), "peak": step.memory.peak}
+        held = dataclasses.asdict(step.memory)
         sizes = (f"{kind} {size / 1e6:,.0f}" for kind, size in held.items())
         fits = step.memory.peak <= targets.find("t4").memory
         print(f"{name}, MB: {', '.join(sizes)}; on a T4: {fits}", flush=True)

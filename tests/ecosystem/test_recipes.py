@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests import helpers, test_docs
+from tests import helpers
+from tests.project import test_docs
 
 pytest.importorskip("keras_hub")
 pytestmark = helpers.requires_backend("tensorflow")

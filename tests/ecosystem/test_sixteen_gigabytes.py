@@ -6,7 +6,7 @@ import pytest
 
 from tests import helpers
 from tests.ecosystem import sixteen_gigabytes
-from tests.hardware import programs
+from tests.tools.hardware import programs
 from tfmix.tools.hardware import target as targets
 
 pytest.importorskip("keras_hub")

@@ -184,18 +184,6 @@ def test_an_einsum_that_is_not_a_matrix_product_is_left_out(equation):
     assert axes is None or axes.batch
 
 
-# `test_training.py` has the other ways to run.
-@pytest.mark.slow
-@helpers.requires_backend("tensorflow")
-def test_training_op_by_op_ends_at_the_loss_of_bfloat16():
-    losses = [
-        fitted(rules, run_eagerly=True, jit_compile=False)[1]
-        for rules in ("mixed_bfloat16", policy())
-    ]
-    assert losses[1] < 1.3
-    assert losses[1] == pytest.approx(losses[0], rel=0.1)
-
-
 @pytest.mark.slow
 def test_a_saved_model_is_a_plain_keras_model(tmp_path):
     model, _ = fitted(policy(), epochs=1)
@@ -244,53 +232,6 @@ def test_masters_leave_its_float32_variables_to_the_inner_optimizer():
         )
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
-
-
-def test_a_step_of_nan_changes_nothing():
-    with tfmix.policy_scope(policy()):
-        hidden = layers.Dense(32)
-        model = keras.Sequential(
-            [keras.Input((32,)), hidden, layers.Dense(1, dtype="float32")]
-        )
-    model.compile("adam", "mse", jit_compile=not ON_TENSORFLOW)
-    before = helpers.snapshot(model.trainable_variables)
-    x = np.ones((16, 32), "float32")
-    x[5] = np.nan
-    model.fit(x, x[:, :1], verbose=0)
-    assert reasons(model)[hidden.name] == ""
-    helpers.assert_unchanged(model.trainable_variables, before)
-
-
-@pytest.mark.slow
-def test_lora_trains_in_float8():
-    model = classifier()
-    model.get_layer("wide").enable_lora(4)
-    run(model, digits()[0][:4])
-    assert reasons(model)["wide"] == ""
-    model.compile("adam", "mse", jit_compile=not ON_TENSORFLOW)
-    before = helpers.snapshot(model.get_layer("wide").trainable_variables)
-    model.fit(digits()[0][:64], np.ones((64, 10)), verbose=0)
-    after = helpers.snapshot(model.get_layer("wide").trainable_variables)
-    assert not all(map(np.array_equal, before, after))
-
-
-# Keras cannot do this on TensorFlow: `tf.recompute_grad` has no keywords.
-@pytest.mark.slow
-@helpers.requires_backend("jax")
-@pytest.mark.parametrize("rules", ["mixed_bfloat16", policy()], ids=str)
-def test_rematerialized_attention_computes_the_same(rules):
-    x = digits()[0][:64]
-    results = []
-    for mode in (None, "full"):
-        keras.utils.set_random_seed(3)
-        with keras.RematScope(mode=mode):
-            model = classifier(rules)
-        model.compile(keras.optimizers.SGD(0.1), "mse")
-        model.fit(x, np.ones((64, 10)), epochs=2, verbose=0, shuffle=False)
-        results.append(model.get_layer("back").get_weights())
-    # XLA fuses other operations, so some roundings differ.
-    for one, other in zip(*results, strict=True):
-        assert np.abs(one - other).mean() < 2e-3
 
 
 # Keras warns about the layer that is never called.

@@ -1,7 +1,5 @@
 """Under JAX, `evaluate` and `predict` trace what Keras's policy traces."""
 
-import types
-
 import keras
 import numpy as np
 import pytest
@@ -134,90 +132,3 @@ def test_gradients_of_a_step_in_a_callback_are_those_of_float32(factor):
     np.testing.assert_allclose(
         found["mixed_float16"], found["float32"], rtol=0.02, atol=1e-2 * factor
     )
-
-
-def counting(make, name, calls):
-    """Returns another library's `make_..._function`, which counts steps."""
-
-    def hooked(self, *args, **kwargs):
-        made = make(self, *args, **kwargs)
-        function = getattr(self, name)
-        if function is not vars(self).get("_counted"):
-
-            def counted(*given):
-                calls.append(name)
-                return function(*given)
-
-            object.__setattr__(self, "_counted", counted)
-            setattr(self, name, counted)
-        return made
-
-    return hooked
-
-
-def hook_class(owner, monkeypatch, name, calls):
-    make = getattr(owner, f"make_{name}")
-    hooked = counting(make, name, calls)
-    monkeypatch.setattr(owner, f"make_{name}", hooked)
-
-
-def hook_instance(model, name, calls):
-    make = getattr(model, f"make_{name}")
-    hooked = counting(lambda self, *args, **kw: make(*args, **kw), name, calls)
-    setattr(model, f"make_{name}", types.MethodType(hooked, model))
-
-
-@pytest.mark.parametrize("name", ["test_function", "predict_function"])
-@pytest.mark.parametrize("place", ["subclass", "Model", "before", "after"])
-def test_a_hook_on_the_steps_of_evaluate_and_predict_is_called_once(
-    place, name, monkeypatch
-):
-    calls = []
-
-    class Hooked(Curious):
-        pass
-
-    if place in ("subclass", "Model"):
-        owner = Hooked if place == "subclass" else keras.Model
-        hook_class(owner, monkeypatch, name, calls)
-    tfmix.set_global_policy("mixed_float16")
-    model = Hooked()
-    if place == "before":
-        hook_instance(model, name, calls)
-    model.compile("adam", "mse")
-    if place == "after":
-        hook_instance(model, name, calls)
-    for _ in range(3):
-        model.evaluate(X, Y, batch_size=32, verbose=0)
-        model.predict(X, batch_size=32, verbose=0)
-        # Its last trace is that of the step.
-        assert not model.asked[-1]
-    assert calls == [name] * 3
-
-
-class Failing(Curious):
-    """Can make no function of a step while it `fails`."""
-
-    fails = False
-
-    def make_test_function(self, force=False):
-        if self.fails:
-            raise RuntimeError("no function")
-        super().make_test_function(force)
-
-    def make_predict_function(self, force=False):
-        if self.fails:
-            raise RuntimeError("no function")
-        return super().make_predict_function(force)
-
-
-@pytest.mark.parametrize("name", ["test_function", "predict_function"])
-def test_a_function_stays_wrapped_if_another_cannot_be_made(name):
-    model = compiled(Failing)
-    model.evaluate(X, Y, verbose=0)
-    before = getattr(model, name)
-    assert isinstance(before, tapes.Inferring)
-    model.fails = True
-    with pytest.raises(RuntimeError, match="no function"):
-        getattr(model, f"make_{name}")()
-    assert getattr(model, name) is before

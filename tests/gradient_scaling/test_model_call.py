@@ -154,33 +154,6 @@ def test_statistics_are_updated_once_and_losses_added_once(mode):
 
 
 @helpers.requires_backend("tensorflow")
-def test_a_second_run_drops_the_same_numbers():
-    import tensorflow as tf
-
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(64)])
-    model.add(keras.layers.Dropout(0.5))
-    model.add(keras.layers.Dense(1, use_bias=False))
-    kernel, _, last = model.trainable_variables
-    x = tf.constant(X)
-    with tf.GradientTape() as outer:
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = model(x, training=True)
-        # The model is linear: its slope is the product of the kernels, without
-        # the dropped units.
-        slope = tape.gradient(y, x)
-        loss = tf.reduce_sum(slope)
-    found = outer.gradient(loss, kernel)
-    # The derivative by a kernel's column is twice the weight behind a unit, in
-    # each row that kept it. If all rows dropped the unit, it is zero.
-    rows = found.numpy()[0] / (2 * last.numpy()[:, 0])
-    np.testing.assert_allclose(rows, np.round(rows), atol=0.02)
-    counts = slope.numpy() @ np.ones((4, 1))
-    kept = (kernel.numpy().sum(0) * last.numpy()[:, 0] * 2 * rows).sum()
-    np.testing.assert_allclose(counts.sum(), kept, rtol=0.01)
-
-
-@helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("graph", [False, True])
 def test_forward_mode_runs_as_in_float32(graph):
     import tensorflow as tf
@@ -291,34 +264,6 @@ def test_an_unreferenced_model_is_freed(use):
     assert model() is None
 
 
-@helpers.requires_backend("tensorflow")
-@pytest.mark.parametrize("make", [dense, of_ids])
-def test_a_second_gradient_has_the_weights_of_the_forward_pass(make):
-    import tensorflow as tf
-
-    def found(name):
-        tfmix.set_global_policy(name)
-        keras.utils.set_random_seed(0)
-        model = make(3, 2) if make is dense else make()
-        x = tf.constant(X if make is dense else [[7, 1], [3, 4]])
-        model(x)
-        weights = [v.value for v in model.trainable_variables]
-        with tf.GradientTape() as outer:
-            with tf.GradientTape() as inner:
-                result = tf.cast(model(x, training=True), tf.float32)
-                loss = tf.reduce_sum(tf.square(result))
-            slopes = inner.gradient(loss, weights)
-            for weight in weights:
-                weight.assign(weight * 3)
-            size = sum(tf.reduce_sum(tf.square(slope)) for slope in slopes[1:])
-        return map(tf.convert_to_tensor, outer.gradient(size, weights))
-
-    right = list(found("float32"))
-    for actual, expected in zip(found("mixed_float16"), right, strict=True):
-        largest = np.abs(expected).max()
-        np.testing.assert_allclose(actual, expected, atol=0.02 * largest)
-
-
 @pytest.fixture
 def garbage():
     """Lists what is freed only as part of a cycle, once it is asked for."""
@@ -415,30 +360,6 @@ def test_a_layer_may_hold_a_handle():
     with tf.GradientTape() as tape:
         loss = tf.reduce_mean(model(X))
     assert None not in tape.gradient(loss, model.trainable_variables)
-
-
-@helpers.requires_backend("tensorflow")
-@pytest.mark.parametrize("frozen", [0, 1])
-def test_second_gradients_beside_a_frozen_layer_are_those_of_float32(frozen):
-    import tensorflow as tf
-
-    found = {}
-    for policy in ("float32", "mixed_float16"):
-        tfmix.set_global_policy(policy)
-        keras.utils.set_random_seed(0)
-        model = dense(5, 4)
-        model.layers[frozen].trainable = False
-        weights = [v.value for v in model.trainable_variables]
-        with tf.GradientTape() as outer:
-            with tf.GradientTape() as inner:
-                loss = tf.reduce_mean(model(X, training=True) ** 3)
-            first = inner.gradient(loss, weights)
-            penalty = tf.add_n([tf.reduce_sum(g * g) for g in first])
-        found[policy] = outer.gradient(penalty, weights)
-    for ours, right in zip(*found.values(), strict=True):
-        np.testing.assert_allclose(
-            right, ours, rtol=0.02, atol=0.01 * np.max(np.abs(ours))
-        )
 
 
 class Counts(keras.layers.Layer):

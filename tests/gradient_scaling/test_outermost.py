@@ -87,37 +87,6 @@ def test_results_that_others_use_are_float32(way, name):
         assert all(mask is not None for mask in masks)
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    "method", ["fit", "evaluate", "train_on_batch", "test_on_batch"]
-)
-def test_losses_see_float32(method, name):
-    model, seen = made(name), []
-
-    def loss(y_true, y_pred):
-        seen.append(helpers.dtype_of(y_pred))
-        return ops.mean(ops.square(y_true - y_pred), -1)
-
-    model.compile("sgd", loss, jit_compile=False)
-    options = {"verbose": 0} if method in ("fit", "evaluate") else {}
-    result = getattr(model, method)(X, X[:, :2], **options)
-    if method == "fit":
-        result = result.history["loss"][0]
-    assert set(seen) == {"float32"}
-    assert np.isfinite(result)
-
-
-@helpers.requires_backend("tensorflow")
-def test_an_exported_model_returns_float32(tmp_path):
-    import tensorflow as tf
-
-    model = made("mixed_float16")
-    model.export(tmp_path / "saved", verbose=False)
-    loaded = tf.saved_model.load(str(tmp_path / "saved"))
-    assert loaded.serve(tf.constant(X)).dtype == tf.float32
-
-
 class Record(dict):
     """Offers its entries as attributes, like many a library's outputs."""
 
@@ -177,23 +146,6 @@ def described(nest):
     if nest is None:
         return None
     return helpers.dtype_of(nest)
-
-
-@pytest.mark.costly
-@helpers.requires_backend("tensorflow")
-@pytest.mark.parametrize("dtype", ["float32", None])
-def test_a_model_of_two_outputs_trains_on_two_replicas(dtype):
-    strategy = helpers.mirrored_strategy()
-    with strategy.scope(), tfmix.policy_scope("mixed_bfloat16"):
-        inputs = keras.Input((3,))
-        first, second = (
-            keras.layers.Dense(1, dtype=dtype)(inputs) for _ in range(2)
-        )
-        model = keras.Model(inputs, {"a": first, "b": second})
-        model.compile("sgd", "mse")
-    x, y = np.ones((4, 3), "float32"), np.ones((4, 1), "float32")
-    history = model.fit(x, {"a": y, "b": y}, verbose=0).history
-    assert np.isfinite(history["a_loss"]).all()
 
 
 @pytest.mark.parametrize("in_scope", [True, False])

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from keras import layers, ops
+from keras import ops
 
 import tfmix
 from tests import helpers, steps
@@ -13,17 +13,8 @@ IDS = np.float32([[7], [301], [2049], [4999]])
 TIMES = np.float32([[1.6e9], [1.7e9 + 86_400], [1.7e9 + 864_000]])
 
 
-class Calls(layers.Layer):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def call(self, x):
-        return self.function(x)
-
-
 def as_layer(function, columns):
-    return keras.Sequential([keras.Input((columns,)), Calls(function)])
+    return keras.Sequential([keras.Input((columns,)), helpers.Calls(function)])
 
 
 def as_model(function, columns):
@@ -70,24 +61,6 @@ def test_a_column_of_ids_or_times_is_not_rounded(name, policy, make):
     np.testing.assert_allclose(found, expected, rtol=within)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_rows_that_are_looked_up_are_those_of_the_ids(policy):
-    tfmix.set_global_policy(policy)
-
-    class Looks(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.table = layers.Embedding(5000, 1, dtype="float32")
-            self.table.build(())
-            self.table.set_weights([np.arange(5000.0)[:, None]])
-
-        def call(self, x):
-            return self.table(ops.cast(x[:, 0], "int32"))
-
-    found = Looks().predict(IDS, verbose=0)
-    np.testing.assert_array_equal(found, IDS)
-
-
 @pytest.mark.parametrize("mode", steps.MODES)
 def test_what_an_op_makes_of_an_input_is_a_16_bit_activation(mode):
     tfmix.set_global_policy("mixed_float16")
@@ -99,7 +72,7 @@ def test_what_an_op_makes_of_an_input_is_a_16_bit_activation(mode):
         seen.extend([x * 2.0, y, y * 2.0])
         return y
 
-    layer = Calls(function)
+    layer = helpers.Calls(function)
     steps.compiled(lambda x: layer(x), mode)(ops.convert_to_tensor(IDS))
     assert [helpers.dtype_of(t) for t in seen[:3]] == [
         "float32",

@@ -114,24 +114,6 @@ def test_the_loss_is_that_of_the_logits(head, policy, mode):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("is_compiled", [True, False])
-def test_a_loaded_model_computes_it_from_logits(policy, is_compiled):
-    model = in_scope(float32_output, policy)
-    if is_compiled:
-        assert_learns(helpers.reloaded(compiled(model)))
-    else:
-        assert_learns(compiled(helpers.reloaded(model)))
-
-
-@pytest.mark.parametrize("how", ["apply_policy", "convert_model"])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_converted_model_computes_it_from_logits(policy, how):
-    model = compiled(in_scope(wide_softmax, "float32"))
-    converted = getattr(tfmix, how)(model, policy)
-    assert_learns(model if how == "apply_policy" else converted)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     ("activation", "loss", "y", "kernel"),
     [

@@ -43,18 +43,11 @@ FUNCTIONS = {
 }
 
 
-class Calls(layers.Layer):
-    def __init__(self, function, **kwargs):
-        super().__init__(**kwargs)
-        self.function = function
-
-    def call(self, t):
-        return self.function(t)
-
-
 def result_and_gradient(policy, function, x, mode):
     tfmix.set_global_policy(policy)
-    model = keras.Sequential([keras.Input(x.shape[1:]), Calls(function)])
+    model = keras.Sequential(
+        [keras.Input(x.shape[1:]), helpers.Calls(function)]
+    )
 
     def call(x):
         if helpers.ON_JAX:
@@ -143,24 +136,6 @@ def test_activations_divided_by_a_small_number_are_right(
         largest = np.abs(expected).max()
         rounded = 4 * ROUNDED[dtype]["rtol"] * largest
         np.testing.assert_allclose(actual, expected, atol=rounded, rtol=0)
-
-
-@helpers.requires_backend("tensorflow")
-def test_a_tape_sees_the_16_bit_tensor_that_it_watches():
-    import tensorflow as tf
-
-    tfmix.set_global_policy("mixed_float16")
-
-    class Watches(layers.Layer):
-        def call(self, t):
-            with tf.GradientTape() as tape:
-                square = ops.square(t)
-                tape.watch(square)
-                y = ops.log(ops.sum(square, 1) + 1e-6)
-            return tape.gradient(y, square)
-
-    x = np.full((1, 2), 2.0, "float32")
-    np.testing.assert_allclose(Watches()(x), [[0.125, 0.125]], rtol=1e-3)
 
 
 class OwnGradient(layers.Layer):

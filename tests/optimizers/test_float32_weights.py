@@ -6,7 +6,8 @@ import pytest
 from keras import ops
 
 import tfmix
-from tests import helpers, sixteen_bit
+from tests import helpers
+from tests.optimizers import sixteen_bit
 from tfmix.optimizers import float32_weights
 
 

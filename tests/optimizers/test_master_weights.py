@@ -7,11 +7,15 @@ import numpy as np
 import pytest
 from keras import ops
 
-from tests import helpers, sixteen_bit
-from tfmix.optimizers import bfloat16_optimizer, elementwise, master_weights
+from tests import helpers
+from tests.optimizers import sixteen_bit
+from tfmix.optimizers import bfloat16_optimizer, flat, master_weights
 
 JAX = keras.backend.backend() == "jax"
 Masters = master_weights.MasterWeightOptimizer
+# These use powers or square roots. TensorFlow's kernels round both differently
+# in whole SIMD registers and in the rest of a tensor.
+UNEVEN = ("Adadelta", "Adagrad", "Ftrl", "RMSprop")
 
 
 @pytest.mark.costly
@@ -27,7 +31,7 @@ def test_masters_are_the_inner_optimizers_own_float32_run(name):
         expected = sixteen_bit.variables("float32")
         sixteen_bit.run(helpers.make_optimizer(name), expected, steps)
         ways = set(sixteen_bit.EXACT_WAYS)
-        if name not in elementwise.NAMES:
+        if name not in flat.ELEMENTWISE or name in UNEVEN:
             ways.remove("flat")
         for way in sorted(ways):
             stored = sixteen_bit.variables("bfloat16")
@@ -44,16 +48,6 @@ def op_by_op():
     import jax
 
     return jax.disable_jit()
-
-
-def test_variables_with_partly_filled_registers_are_not_joined():
-    for name, vectors in (("Adam", 1), ("RMSprop", 4)):
-        stored = sixteen_bit.variables("bfloat16")
-        optimizer = sixteen_bit.WAYS["flat"](helpers.make_optimizer(name))
-        optimizer.build(stored)
-        names = [v.name for v in optimizer.variables if "flat" in v.name]
-        masters = {n for n in names if n.startswith("flat_bfloat16")}
-        assert len(masters) == vectors, masters
 
 
 @pytest.mark.costly
@@ -97,7 +91,7 @@ def test_masters_follow_weights_assigned_later(way):
     loaded = sixteen_bit.variables("bfloat16", seed=5)
     assert sixteen_bit.bits_of(used) == sixteen_bit.bits_of(loaded)
     values = [optimizer.read_float32(v) for v in used]
-    if way in ("split", "stochastic"):
+    if way == "stochastic":
         assert sixteen_bit.bits_of(values) == sixteen_bit.bits_of(loaded)
 
 
@@ -137,11 +131,10 @@ def test_float16_adam_keeps_epsilon_beta_and_state(flat):
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("way", ["masters", "split"])
-def test_constraints_act_on_the_float32_value(way):
+def test_constraints_act_on_the_float32_value():
     weight = keras.Variable(np.ones(2), dtype="bfloat16", name="w")
     weight.constraint = keras.constraints.NonNeg()
-    optimizer = sixteen_bit.WAYS[way](keras.optimizers.SGD(1.0))
+    optimizer = Masters(keras.optimizers.SGD(1.0))
     optimizer.build([weight])
     optimizer.apply([np.array([3.0, 0.5], "float32")])
     value = ops.convert_to_numpy(optimizer.read_float32(weight))
@@ -242,7 +235,7 @@ def built_in_a_map():
 def test_a_built_optimizer_is_refused():
     stored = sixteen_bit.variables("bfloat16")
     inner = keras.optimizers.SGD()
-    late = Masters(inner, split=True)
+    late = Masters(inner)
     inner.build(stored)
     message = "(?i)'sgd', which is built already"
     refused(lambda: late.build(stored), ValueError, "is built already")
@@ -250,10 +243,13 @@ def test_a_built_optimizer_is_refused():
     refused(lambda: Masters(built_in_a_map()), ValueError, "is built already")
 
 
-def test_contradicting_arguments_are_refused():
+def test_flat_is_a_boolean():
     refused(lambda: Masters("sgd", flat=1), TypeError, "flat=1")
-    both = {"flat": True, "split": True}
-    refused(lambda: Masters("sgd", **both), ValueError, "flat=True, split=True")
+
+
+def test_flat_masters_have_no_8_bit_state():
+    both = {"flat": True, "slot_dtype": "int8"}
+    refused(lambda: Masters("sgd", **both), ValueError, "slot_dtype='int8'")
 
 
 class Mine(keras.optimizers.SGD):
@@ -274,9 +270,8 @@ def constrained():
 @pytest.mark.parametrize(
     ("inner", "reason"),
     [
-        (keras.optimizers.Lamb, "that variable's norm"),
-        (keras.optimizers.Muon, "orthogonalises each weight matrix"),
-        (keras.optimizers.Adafactor, "row and column statistics"),
+        (keras.optimizers.Lamb, "element-wise.*of type Lamb"),
+        (keras.optimizers.Muon, "of type Muon"),
         (lambda: keras.optimizers.SGD(clipnorm=1.0), "clipnorm=1.0"),
         (Mine, "of type Mine"),
     ],

@@ -23,9 +23,6 @@ WRAPS = {
     "flat": functools.partial(
         tfmix.optimizers.MasterWeightOptimizer, flat=True
     ),
-    "split": functools.partial(
-        tfmix.optimizers.MasterWeightOptimizer, split=True
-    ),
     "stochastic": functools.partial(tfmix.optimizers.BFloat16Optimizer, seed=3),
     "low": functools.partial(tfmix.optimizers.LowMemoryOptimizer, **EIGHT_BITS),
     "masters8": functools.partial(
@@ -34,7 +31,7 @@ WRAPS = {
 }
 # The dtypes of variables that some wrappers refuse.
 REFUSES = {
-    **dict.fromkeys(("split", "stochastic"), ("float16",)),
+    "stochastic": ("float16",),
     "low": SIXTEEN,
     # "any" may be any of these.
     "any": SIXTEEN,

@@ -19,24 +19,12 @@ TPU = devices.describe("TPU", "TPU v4", "jax")
 CPU = devices.describe("CPU", "cpu", "tensorflow")
 
 
-def cpu(flags, backend="tensorflow"):
-    return devices.describe("CPU", "cpu", backend, flags=flags)
-
-
-AMX = cpu({"amx_bf16"})
-
-
 @pytest.mark.parametrize(
     ("found", "policy"),
     [
         ((CPU,), "float32"),
-        ((AMX,), "mixed_bfloat16"),
-        ((cpu({"sse", "avx512_bf16"}),), "mixed_bfloat16"),
-        ((cpu({"avx512f", "amx_tile"}),), "float32"),
-        # XLA computes a bfloat16 product in float32.
-        ((cpu({"amx_bf16"}, "jax"),), "float32"),
-        ((gpu((6, 1)), AMX), "float32"),
-        ((gpu((7, 5)), AMX), "mixed_float16"),
+        ((gpu((6, 1)), CPU), "float32"),
+        ((gpu((7, 5)), CPU), "mixed_float16"),
         ((), "float32"),
         ((gpu((8, 0)), CPU), "mixed_bfloat16"),
         ((gpu((9, 0)),), "mixed_bfloat16"),
@@ -71,39 +59,6 @@ def test_a_cpu_is_not_fast_by_itself_and_has_no_capability():
     assert not record.float16
     assert not record.bfloat16
     assert record.compute_capability is None
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("processor : 0\nflags\t\t: fpu amx_bf16 sse\n", True),
-        ("flags : fpu avx512_bf16\n", True),
-        # ARM names the line differently, and a model name may look alike.
-        ("Features : fp asimd bf16\n", False),
-        ("flags : fpu\nmodel name : amx_bf16\n", False),
-        ("", False),
-        (None, False),
-    ],
-)
-def test_a_cpus_units_are_read_from_linux(text, found, monkeypatch, tmp_path):
-    monkeypatch.delenv("TF_ENABLE_ONEDNN_OPTS", raising=False)
-    file = tmp_path / "cpuinfo"
-    if text is not None:
-        file.write_text(text, encoding="utf-8")
-    monkeypatch.setattr(devices, "CPU_INFO", file)
-    assert cpu(devices._cpu_flags()).bfloat16 is found
-    monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", "0")
-    assert not cpu(devices._cpu_flags()).bfloat16
-
-
-@helpers.requires_backend("tensorflow")
-def test_auto_is_bfloat16_on_a_cpu_with_its_units(monkeypatch, tmp_path):
-    file = tmp_path / "cpuinfo"
-    file.write_text("flags : amx_bf16\n", encoding="utf-8")
-    monkeypatch.delenv("TF_ENABLE_ONEDNN_OPTS", raising=False)
-    monkeypatch.setattr(devices, "CPU_INFO", file)
-    assert {device.bfloat16 for device in devices.devices()} == {True}
-    assert devices.auto_policy() == "mixed_bfloat16"
 
 
 def test_devices_lists_this_machine_accelerators_first():

@@ -64,10 +64,11 @@ def test_both_parts_of_a_complex_number_are_looked_at(bad):
         ([1.0, 2.0, 3.0], [0, 1, 1], "float32", True),
         ([1.0, np.nan, 3.0], [0, 1, 1], "float32", False),
         ([3e38, 3e38, 1.0], [1, 1, 0], "float32", False),
-        ([3e38, 3e38, 1.0], [1, 2, 0], "float32", True),
-        ([64000.0, 64000.0, 1.0], [1, 1, 0], "float16", False),
-        ([64000.0, 64000.0, 1.0], [1, 2, 0], "float16", True),
-        ([64000.0, -64000.0, 1.0], [1, 1, 0], "float16", True),
+        # The sum of all magnitudes counts, which is above that of a row.
+        ([3e38, 3e38, 1.0], [1, 2, 0], "float32", False),
+        # Optimizers sum in float32.
+        ([64000.0, 64000.0, 1.0], [1, 1, 0], "float16", True),
+        ([64000.0, np.inf, 1.0], [1, 1, 0], "float16", False),
         ([1j, 2j, 3.0], [0, 1, 1], "complex64", True),
         ([1j, 3e38j, 3e38j], [0, 1, 1], "complex64", False),
         ([1j, np.nan * 1j, 1.0], [0, 1, 1], "complex64", False),

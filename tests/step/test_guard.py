@@ -1,7 +1,7 @@
 """What a guarded train step keeps and reports when it is skipped.
 
-`test_ways_to_train.py` has bad batches in every way to train, `tests/grid.py`
-metrics, callbacks and steps of your own; here is what these leave out.
+`test_ways_to_train.py` has bad batches in every way to train; here are models
+that report their own metrics, and callbacks that decide by them.
 """
 
 import keras
@@ -150,6 +150,49 @@ def unbuilt():
     return keras.Sequential([layers.BatchNormalization(), layers.Dense(1)])
 
 
+class Renamed(keras.Model):
+    def get_metrics_result(self):
+        found = super().get_metrics_result()
+        return {f"my_{name}": value for name, value in found.items()}
+
+
+class Lowest(keras.metrics.Metric):
+    """Does not start at zero."""
+
+    def __init__(self):
+        super().__init__(name="lowest")
+        self.value = self.add_variable((), lambda *_, **__: 1e9, name="value")
+
+    def update_state(self, y):
+        self.value.assign(ops.minimum(self.value, ops.min(y)))
+
+    def reset_state(self):
+        self.value.assign(1e9)
+
+    def result(self):
+        return ops.multiply(self.value, 1.0)
+
+
+class OneMore(keras.Model):
+    """Updates a metric of its own."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.lowest = Lowest()
+
+    def compute_metrics(self, x, y, *args, **kwargs):
+        self.lowest.update_state(y)
+        return super().compute_metrics(x, y, *args, **kwargs)
+
+
+def assert_alike(model, history, oracle, expected):
+    assert set(history) == set(expected)
+    for key, values in expected.items():
+        helpers.assert_close(history[key], values, "float32")
+    for ours, theirs in zip(model.weights, oracle.weights, strict=True):
+        helpers.assert_close(ours, theirs, "float32")
+
+
 @pytest.mark.costly
 @EACH_MODE
 @pytest.mark.parametrize(
@@ -157,18 +200,52 @@ def unbuilt():
     [
         lambda: graph(kind=FirstWithoutVariables),
         pytest.param(unbuilt, marks=helpers.requires_backend("tensorflow")),
+        lambda: graph(kind=Renamed),
+        lambda: graph(kind=OneMore),
     ],
-    ids=["a metric without variables", "a first step that builds the model"],
+    ids=[
+        "a metric without variables",
+        "a first step that builds the model",
+        "metrics with other names",
+        "a metric that does not start at zero",
+    ],
 )
 def test_bad_batches_leave_no_trace_beside(make, mode):
     model, oracle = [guards.guard(compiled(make(), mode)) for _ in range(2)]
     history = fit(model, data(bad=[0, 3]))
     expected = fit(oracle, [array[4:12] for array in data()])
-    assert set(history) == set(expected)
-    for key, values in expected.items():
-        helpers.assert_close(history[key], values, "float32")
-    for ours, theirs in zip(model.weights, oracle.weights, strict=True):
-        helpers.assert_close(ours, theirs, "float32")
+    assert_alike(model, history, oracle, expected)
+
+
+CALLBACKS = {
+    "stop": lambda folder: keras.callbacks.EarlyStopping(
+        "loss", patience=1, min_delta=10.0, restore_best_weights=True
+    ),
+    "plateau": lambda folder: keras.callbacks.ReduceLROnPlateau(
+        "loss", patience=1, min_delta=10.0
+    ),
+    "best": lambda folder: keras.callbacks.ModelCheckpoint(
+        folder / "best.weights.h5", "loss", 0, True, True
+    ),
+    "backup": lambda folder: keras.callbacks.BackupAndRestore(folder / "b"),
+    "log": lambda folder: keras.callbacks.CSVLogger(folder / "log.csv"),
+}
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_callbacks_decide_as_without_the_bad_batch(name, tmp_path):
+    found = []
+    for bad in ([1], []):
+        x, y = data(bad=bad)
+        if not bad:
+            x, y = (np.delete(array, range(4, 8), 0) for array in (x, y))
+        model = guarded(layers.BatchNormalization())
+        calls = [CALLBACKS[name](tmp_path / str(bad))]
+        (tmp_path / str(bad)).mkdir()
+        found += [model, fit(model, (x, y), callbacks=calls, epochs=4)]
+    assert len(found[1]["loss"]) == (2 if name == "stop" else 4)
+    assert_alike(*found)
 
 
 @pytest.mark.costly

@@ -1,7 +1,7 @@
 """If one replica is bad, all skip, the scale moves once, and nothing hangs.
 
-The table of faults (`tests/test_faults.py`) has clipping, accumulation, float8
-and the start of a run on replicas.
+The table of faults (`tests/promises/test_faults.py`) has clipping,
+accumulation, float8 and the start of a run on replicas.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ import pytest
 
 from tests import helpers
 from tfmix.loss_scaling import optimizer as optimizers
-from tfmix.loss_scaling import rules
 
 if keras.backend.backend() != "tensorflow":
     pytest.skip("tf.distribute is TensorFlow's own", allow_module_level=True)
@@ -41,7 +40,10 @@ def assert_replicas_agree(variables):
 class Trainer:
     """A linear model under two replicas, with gradients from the test."""
 
-    def __init__(self, wrapped_arguments=None, graph=True, **inner):
+    def __init__(
+        self, wrapped_arguments=None, graph=True, dtype="float32", **inner
+    ):
+        self.dtype = dtype
         self.strategy = helpers.mirrored_strategy()
         with self.strategy.scope():
             self.weight = keras.Variable(np.zeros(3, "float32"), name="weight")
@@ -62,6 +64,7 @@ class Trainer:
 
     def __call__(self, one, two):
         grads = tf.constant([one, two], tf.float32) * self.optimizer.loss_scale
+        grads = tf.cast(grads, self.dtype)
         applied = self.strategy.experimental_local_results(self.step(grads))
         assert len({bool(each) for each in applied}) == 1
         assert_replicas_agree([self.weight, *self.optimizer.variables])
@@ -306,9 +309,6 @@ def test_masters_take_the_largest_value_that_overwrites_a_variable():
             assert float(value.numpy()[0]) == expected
 
 
-HALF = {"reduce_dtype": "float16"}
-
-
 def bytes_summed(function, *arguments):
     """Lists the bytes that each replica sends for the sums of a function."""
     graph = function.get_concrete_function(*arguments).graph
@@ -321,87 +321,18 @@ def bytes_summed(function, *arguments):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_the_bytes_are_summed_in_16_bit(dtype):
-    grads = tf.ones((2, 3))
-    whole = bytes_summed(Trainer().step, grads)
-    half = bytes_summed(
-        Trainer({"loss_scale": 4.0, "reduce_dtype": dtype}).step, grads
-    )
+def test_gradients_that_a_loop_casts_are_summed_in_16_bit(dtype):
     # Three numbers are exchanged, and nothing else.
-    assert (whole, half) == ([12, 12], [6, 6])
+    for each, size in (("float32", 12), (dtype, 6)):
+        grads = tf.ones((2, 3), each)
+        assert bytes_summed(Trainer().step, grads) == [size, size]
 
 
 @pytest.mark.parametrize("graph", [True, False])
 def test_a_sum_that_overflows_in_16_bit_is_skipped_on_all(graph):
-    train = Trainer({"initial_scale": 1024.0, **HALF}, graph)
+    train = Trainer({"initial_scale": 1024.0}, graph, dtype="float16")
     # Each is finite in float16 when scaled, but their sum is not.
     assert not train([40.0] * 3, [1.0, 40.0, 1.0])
     assert (train.optimizer.loss_scale, train.value()) == (512.0, [0.0] * 3)
     assert train([40.0] * 3, [1.0, 40.0, 1.0])
     assert train.value() == [-41.0, -80.0, -41.0]
-
-
-def test_unscaled_gradients_are_summed_in_16_bit_at_the_loss_scale():
-    train = Trainer({"initial_scale": 2.0**15, **HALF})
-    tiny = tf.constant([3e-8, -1e-7, 0.5])
-
-    @tf.function
-    def step():
-        def on_replica():
-            train.optimizer.apply([tiny], [train.weight], unscaled=True)
-
-        train.strategy.run(on_replica)
-
-    step()
-    np.testing.assert_allclose(train.value(), -2 * tiny.numpy(), rtol=1e-3)
-
-
-def after_two_steps(dtype):
-    """Returns the weights of a model with dense and with sparse gradients."""
-    keras.utils.set_random_seed(1)
-    with helpers.mirrored_strategy().scope():
-        model = keras.Sequential(
-            [
-                keras.Input((4,)),
-                keras.layers.Embedding(20, 8),
-                keras.layers.Flatten(),
-                keras.layers.Dense(1),
-            ]
-        )
-        inner = keras.optimizers.SGD(0.1, momentum=0.9)
-        model.compile(Wrapped(inner, reduce_dtype=dtype), "mse")
-    random = np.random.default_rng(0)
-    x = random.integers(0, 20, (16, 4))
-    y = (x > 9).mean(1, keepdims=True)
-    model.fit(x, y, batch_size=8, epochs=1, verbose=0, shuffle=False)
-    assert_replicas_agree(model.variables)
-    return model.get_weights()
-
-
-@pytest.mark.parametrize(
-    "dtype", helpers.quick_are({"float16"}, ["float16", "bfloat16"])
-)
-def test_dense_and_sparse_gradients_are_summed_in_16_bit(dtype):
-    for narrow, whole in zip(
-        after_two_steps(dtype), after_two_steps(None), strict=True
-    ):
-        helpers.assert_close(narrow, whole, dtype)
-        assert not np.array_equal(narrow, whole)
-
-
-def test_the_dtype_of_the_sum_is_part_of_the_configuration():
-    optimizer = Wrapped("sgd", **HALF)
-    copy = Wrapped.from_config(optimizer.get_config())
-    assert copy.reduce_dtype == "float16"
-    assert "reduce_dtype" not in Wrapped("sgd").get_config()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float8", 16, tf.float16])
-def test_only_a_16_bit_dtype_is_one_for_sums(dtype):
-    with pytest.raises(ValueError, match="`reduce_dtype` must be"):
-        Wrapped("sgd", reduce_dtype=dtype)
-
-
-def test_gradients_without_a_scale_are_not_summed_in_float16():
-    with pytest.raises(ValueError, match="must be scaled"):
-        Wrapped("sgd", loss_scale=rules.NoLossScale(), **HALF)

@@ -1,5 +1,7 @@
 """Under JAX, one bad shard of eight makes all skip."""
 
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -12,10 +14,10 @@ from tfmix.step import guard as guards
 if keras.backend.backend() != "jax":
     pytest.skip("keras.distribution is JAX's here", allow_module_level=True)
 
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-def test_the_dtype_of_a_sum_that_the_compiler_places_cannot_be_chosen():
-    with pytest.raises(ValueError, match=r"jax\.lax\.psum"):
-        optimizers.LossScaleOptimizer("sgd", reduce_dtype="float16")
+VARIABLES = 3
 
 
 @pytest.fixture
@@ -93,9 +95,49 @@ def test_eight_devices_equal_one(eight_devices):
         )
 
 
-def test_a_file_with_such_a_dtype_loads_without_it(said):
-    config = optimizers.LossScaleOptimizer("sgd").get_config()
-    config["reduce_dtype"] = "float16"
-    loaded = optimizers.LossScaleOptimizer.from_config(config)
-    assert "reduce_dtype='float16'" in said[0]
-    assert loaded.reduce_dtype is None
+
+def exchanges(scaled, sharded):
+    """Returns the inputs of each all-reduce of a compiled train step."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    whole = NamedSharding(mesh, PartitionSpec())
+    placed = split if sharded else whole
+    variables = [
+        keras.Variable(np.ones((16, 8), "float32")) for _ in range(VARIABLES)
+    ]
+    optimizer = keras.optimizers.SGD(0.1)
+    if scaled:
+        optimizer = optimizers.LossScaleOptimizer(optimizer)
+        helpers.takes_scaled_gradients(optimizer)
+    optimizer.build(variables)
+    x = jax.device_put(np.ones((8, 16), "float32"), split)
+    state = [jax.device_put(v.value, whole) for v in optimizer.variables]
+    weights = [jax.device_put(v.value, placed) for v in variables]
+
+    def loss(weights, x):
+        return sum(jax.numpy.tanh(x @ weight).sum() for weight in weights)
+
+    def step(weights, state, x):
+        grads = [
+            jax.lax.with_sharding_constraint(grad, placed)
+            for grad in jax.grad(loss)(weights, x)
+        ]
+        return optimizer.stateless_apply(state, grads, weights)
+
+    text = jax.jit(step).lower(weights, state, x).compile().as_text()
+    return re.findall(r"= (.+?) all-reduce(?:-start)?\(", text)
+
+
+def test_replicas_of_a_whole_model_exchange_nothing_for_the_scale():
+    bare = exchanges(scaled=False, sharded=False)
+    assert bare
+    assert exchanges(scaled=True, sharded=False) == bare
+
+
+def test_shards_join_their_booleans_in_one_message():
+    bare = exchanges(scaled=False, sharded=True)
+    ours = exchanges(scaled=True, sharded=True)
+    (added,) = [each for each in ours if "pred" in each]
+    assert len(ours) == len(bare) + 1
+    counts = [int(n) for n in re.findall(r"pred\[(\d*)\]", added) if n]
+    assert sum(counts) <= VARIABLES

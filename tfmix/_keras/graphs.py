@@ -109,12 +109,6 @@ def _symbols(shapes: Any) -> Any:
     return keras.KerasTensor(shapes)
 
 
-def knows_input_dtypes(model: keras.Model) -> bool:
-    """Returns whether `symbolic_arguments` have the right dtypes."""
-    is_sequential = isinstance(model, keras.Sequential) and model.inputs
-    return hasattr(model, "_inputs_struct") or bool(is_sequential)
-
-
 @contextlib.contextmanager
 def calls_replaced(operations: list, make: Callable) -> Iterator[None]:
     """Replaces `operation.call` by `make(index, call)` in a block.

@@ -80,6 +80,12 @@ _OPERATORS = {
     "__neg__": ("negative", False),
     "__abs__": ("abs", False),
     "__getitem__": ("get_item", False),
+    "__lt__": ("less", False),
+    "__le__": ("less_equal", False),
+    "__gt__": ("greater", False),
+    "__ge__": ("greater_equal", False),
+    "__eq__": ("equal", False),
+    "__ne__": ("not_equal", False),
 }
 
 if keras.backend.backend() == "tensorflow":

@@ -2,12 +2,12 @@
 
 import contextlib
 import functools
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import keras
 
+from tfmix import _formats
 from tfmix._keras import replacing
 
 Optimizer: TypeAlias = keras.optimizers.Optimizer
@@ -50,21 +50,6 @@ def with_nested(optimizer: Any) -> Iterator[Optimizer]:
     for value in list(vars(optimizer).values()):
         for held in value if isinstance(value, list | tuple) else [value]:
             yield from with_nested(held)
-
-
-def is_applied_in_place(optimizer: Optimizer | None) -> bool:
-    """Says whether no code but Keras's base class and ours calls an `apply`.
-
-    Another class, such as Keras's scaler, may call it in a branch.
-    """
-    for name in ("apply", "apply_gradients", "stateless_apply"):
-        method = getattr(optimizer, name, None)
-        function = getattr(method, "__func__", None)
-        is_base = function is getattr(keras.optimizers.Optimizer, name, None)
-        module = getattr(function, "__module__", "")
-        if not (is_base or module.startswith("tfmix.")):
-            return False
-    return True
 
 
 def workers(optimizer: Optimizer) -> list[Optimizer]:
@@ -208,65 +193,22 @@ def undecayed(optimizer: Optimizer, variables: Sequence) -> list:
     return [v for v in variables if not uses_weight_decay(optimizer, v)]
 
 
-def named(
-    variables: Sequence, var_list: Sequence | None, var_names: Sequence | None
-) -> list[keras.Variable]:
-    """Returns the variables that `exclude_from_weight_decay` names."""
-    keys = {key(variable) for variable in var_list or ()}
-    pattern = "|".join(var_names or ())
-    return [
-        v
-        for v in variables
-        if key(v) in keys or (pattern and re.search(pattern, v.name))
-    ]
-
-
-def keeps_averages(optimizer: Optimizer) -> bool:
-    """Returns whether an optimizer averages weights (`use_ema=True`)."""
-    return any(worker.use_ema for worker in workers(optimizer))
-
-
-def averages(optimizer: Optimizer) -> list[tuple[Any, Any]]:
-    """Returns the variables that a built optimizer updates, with averages."""
-    return [
-        pair
-        for worker in workers(optimizer)
-        if worker.use_ema
-        for pair in zip(
-            worker._trainable_variables,
-            worker._model_variables_moving_average,
-            strict=True,
-        )
-        if pair[1] is not None
-    ]
-
-
 class AveragesOfInner:
-    """Mixin: Keras's callback finds the averages of the inner optimizer."""
+    """Mixin: Keras's `SwapEMAWeights` finds the inner optimizer's averages."""
 
     inner_optimizer: Optimizer
 
     @property
     def _model_variables_moving_average(self) -> Any:
-        return self.inner_optimizer._model_variables_moving_average
-
-
-def swap_averages_by(
-    undo: contextlib.ExitStack,
-    callback: keras.callbacks.SwapEMAWeights,
-    swap: Callable[[], None],
-    overwrite: Callable[[], None],
-) -> None:
-    """Makes a callback swap with other functions until a stack unwinds."""
-
-    def acting(action: Callable[[], None]) -> Callable[[], None]:
-        def act() -> None:
-            # On JAX, reading `callback.model` updates the variables.
-            if callback.model is not None:
-                action()
-
-        return act
-
-    swapping, overwriting = acting(swap), acting(overwrite)
-    replacing.swap(undo, callback, "_swap_variables", swapping)
-    replacing.swap(undo, callback, "_finalize_ema_values", overwriting)
+        averages = self.inner_optimizer._model_variables_moving_average
+        for variable in remembered(self):
+            dtype = keras.backend.standardize_dtype(variable.dtype)
+            if dtype in _formats.SIXTEEN_BIT:
+                raise ValueError(
+                    "SwapEMAWeights cannot swap averages, which are float32, "
+                    f"with 16-bit weights. Received: variable {variable.path!r}"
+                    f" of dtype {dtype!r}. Leave out the callback: "
+                    "after `fit` the model holds the averages. Or take a "
+                    "'mixed_' policy, whose weights are float32."
+                )
+        return averages

@@ -23,8 +23,6 @@ ORDERS = {
     name: [*inspect.signature(method).parameters][1:]
     for name, method in (
         ("fit", TRAINER.fit),
-        ("evaluate", TRAINER.evaluate),
-        ("predict", TRAINER.predict),
         ("compile", TRAINER.compile),
         ("summary", keras.Model.summary),
     )
@@ -92,10 +90,27 @@ def model_in_step(callback: keras.callbacks.Callback) -> keras.Model:
     return model
 
 
-def callbacks(method: str, args: tuple, kwargs: dict) -> list:
-    """Returns the callbacks that a call of `fit` or the like has."""
-    given = replacing.argument(ORDERS[method], args, kwargs, "callbacks")
-    return keras.tree.flatten(getattr(given, "callbacks", given) or [])
+@contextlib.contextmanager
+def state_in_variables(
+    model: keras.Model, state: tuple | None = None
+) -> Iterator[None]:
+    """Gives weights the values that JAX's step gets, inside a block.
+
+    They have none while `fit` runs, and the step frees these values.
+    """
+    trainable, non_trainable, *_ = state or ((), ())
+    written = [
+        *zip(model.trainable_variables, trainable, strict=bool(state)),
+        *zip(model.non_trainable_variables, non_trainable, strict=bool(state)),
+    ]
+    before = [variable._value for variable, _ in written]
+    for variable, value in written:
+        variable._value = value
+    try:
+        yield
+    finally:
+        for (variable, _), value in zip(written, before, strict=True):
+            variable._value = value
 
 
 def join_fit(

@@ -278,12 +278,6 @@ def cast_in_place(variable: keras.Variable, dtype: str) -> None:
         variable._trainable = trainable
 
 
-def strategy_scope(model: keras.Model) -> contextlib.AbstractContextManager:
-    """Opens the scope that places new variables beside a model's."""
-    strategy = getattr(model, "distribute_strategy", None)
-    return contextlib.nullcontext() if strategy is None else strategy.scope()
-
-
 class Float32View(keras.Variable):
     """A float32 variable that stores nothing but a model's 16-bit variable.
 
@@ -294,8 +288,6 @@ class Float32View(keras.Variable):
     # True while slots are created: TensorFlow then places them beside the
     # model's variable.
     colocating = False
-    # These variables hold the bits that the 16-bit variable lacks.
-    beside: tuple[keras.Variable, ...] = ()
 
     def __init__(self, variable: keras.Variable) -> None:
         # TensorFlow's notes on the variable, for checkpoints, are not copied.

@@ -4,7 +4,6 @@ This protects loops without `compile`, and models with several optimizers.
 """
 
 import functools
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -59,7 +58,6 @@ class Skips(state.Counts):
     # Losses are not scaled: the state's scale moves gradients inside models.
     rule = rules.NoLossScale()
     loss_scale = 1.0
-    gradient_norm = math.nan
     # It is not known why a step was skipped.
     data_skips = None
 
@@ -75,14 +73,14 @@ class Skips(state.Counts):
             files.save_with(optimizer, self.variables)
 
     def count(
-        self, applied: Any, bad: Any, _: Sequence, grads: Sequence, to: Sequence
+        self, applied: Any, bad: Any, grads: Sequence, to: Sequence
     ) -> None:
         """Counts a step.
 
         Args:
             applied: Bool or boolean scalar tensor, whether it was applied.
             bad: Boolean vector, the variables with a gradient not finite.
-            grads: The gradients, summed over replicas.
+            grads: The gradients, summed over replicas, in float32.
             to: The variable of each.
         """
         if not (_ON_TENSORFLOW or isinstance(applied, bool)):
@@ -181,7 +179,7 @@ def _apply(
     these = list(known if variables is None else variables)
     guard.note_update(these)
     skips = _skips[optimizer]
-    applied = finite.take(
+    applied = finite.apply_step(
         optimizer,
         grads,
         these,

@@ -11,14 +11,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 
-from tfmix import _messages
+from tfmix import _bad_rows, _messages
 from tfmix._keras import (
     global_state,
     graphs,
     layers,
     replacing,
     tracing,
+    training,
 )
 from tfmix._keras import variables as keras_variables
 from tfmix.ops import exact_values, tensors
@@ -73,6 +75,33 @@ def built_exact(
         graphs.widen_inputs(model)
 
 
+def warn_of_rounded_data(args: tuple, kwargs: dict) -> None:
+    """Warns once of whole numbers that `fit` gets in 16 bit.
+
+    It looks at arrays only, on the host: at those of 16 bit, and at all float
+    arrays if Keras casts them to 16 bit.
+    """
+    for name in ("x", "y"):
+        data = replacing.argument(training.ORDERS["fit"], args, kwargs, name)
+        for leaf in keras.tree.flatten(data):
+            if not _bad_rows.is_array(leaf):
+                continue
+            dtype = keras.backend.standardize_dtype(leaf.dtype)
+            if dtype not in _EXACT_UP_TO:
+                dtype = keras.config.floatx()
+            exact = _EXACT_UP_TO.get(dtype)
+            if exact is not None and (largest := _largest_whole(leaf)) > exact:
+                _messages.warn_once(
+                    "`%s` reaches `fit` in %s, which holds only every second "
+                    "whole number above %d, and it has numbers up to %d: ids "
+                    "and labels may have changed. Pass them as integers.",
+                    name,
+                    dtype,
+                    exact,
+                    largest,
+                )
+
+
 def make_float32(layer: keras.Layer) -> None:
     """Makes a layer compute in float32, on inputs before any cast."""
     layers.set_policy(layer, keras.DTypePolicy("float32"))
@@ -98,6 +127,17 @@ def _use_converter(layer: keras.Layer, convert: Callable) -> None:
     original = functools.partial(type(policy).convert_input, policy)
     convert = functools.partial(convert, original)
     layers.change_policy(layer, **{_CONVERT: convert})
+
+
+def _largest_whole(leaf: Any) -> float:
+    """Returns the largest size in an array of whole numbers, 0 for others."""
+    largest = 0.0
+    for _, block in _bad_rows.blocks(leaf):
+        # Measurements end this at the first block.
+        if not (np.trunc(block) == block).all():
+            return 0.0
+        largest = max(largest, float(np.abs(block).max(initial=0)))
+    return largest
 
 
 def _behind_cast(x: Any) -> Any:

@@ -19,7 +19,6 @@ from tfmix._keras import (
     global_state,
     graphs,
     layers,
-    optimizers,
     replacing,
     tapes,
     training,
@@ -33,7 +32,6 @@ from tfmix.float8 import chosen_layers
 from tfmix.gradient_scaling import heads, model_call, outermost, placing
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.ops import exact_values, stand_ins, tensors
-from tfmix.optimizers import sixteen_bit_optimizer
 from tfmix.policy import policy as policies
 from tfmix.policy.devices import devices
 
@@ -132,8 +130,6 @@ class _MixedModel:
             "call": self._call,
             "compile": functools.partial(training.compile_replaced, model),
             "fit": self._fit,
-            "evaluate": functools.partial(self._swapped, "evaluate"),
-            "predict": functools.partial(self._swapped, "predict"),
             "make_train_function": self._make_train_function,
             "train_step": self._train_step,
             "test_step": self._test_step,
@@ -197,8 +193,8 @@ class _MixedModel:
             replacing.attach(self._model, replacing.RULES, self)
 
     def _fit(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        fit = functools.partial(self._swapped, "fit", original)
-        return _reports.fit(self._model, fit, *args, **kwargs)
+        exact_inputs.warn_of_rounded_data(args, kwargs)
+        return _reports.fit(self._model, original, *args, **kwargs)
 
     def _make_train_function(
         self, original: Callable, *args: Any, **kwargs: Any
@@ -206,25 +202,6 @@ class _MixedModel:
         made = original(*args, **kwargs)
         _reports.begin(self._model)
         return made
-
-    def _swapped(
-        self, method: str, original: Callable, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Makes `SwapEMAWeights` swap master weights of 16-bit variables."""
-        swapping = [
-            callback
-            for callback in training.callbacks(method, args, kwargs)
-            if isinstance(callback, keras.callbacks.SwapEMAWeights)
-        ]
-        optimizer = getattr(self._model, "optimizer", None)
-        owner = swapping and sixteen_bit_optimizer.owner(optimizer)
-        if not owner or not optimizers.keeps_averages(owner):
-            return original(*args, **kwargs)
-        swaps = owner.swap_averages, owner.overwrite_averages
-        with contextlib.ExitStack() as undo:
-            for callback in swapping:
-                optimizers.swap_averages_by(undo, callback, *swaps)
-            return original(*args, **kwargs)
 
     def _make_inferring(
         self, kind: str, original: Callable, *args: Any, **kwargs: Any
@@ -270,7 +247,9 @@ class _MixedModel:
             return optimizer.place()
         order = training.STEP_ON_JAX
         _, _, values, _ = replacing.argument(order, args, kwargs, "state")
-        with keras.StatelessScope(optimizer.checked_mapping(values)):
+        # Keras refuses another number of values, and says so.
+        mapping = zip(optimizer.variables, values, strict=False)
+        with keras.StatelessScope(mapping):
             return optimizer.place()
 
     def _in_float32(self, original: Callable, *args: Any, **kwargs: Any) -> Any:

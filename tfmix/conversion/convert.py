@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -15,7 +14,7 @@ from tfmix._keras import (
     training,
 )
 from tfmix.autocast import compile as compiling
-from tfmix.autocast import fallback, global_policy
+from tfmix.autocast import global_policy
 from tfmix.autocast import record as mixed_model
 from tfmix.conversion import (
     copying,
@@ -25,7 +24,6 @@ from tfmix.conversion import (
 from tfmix.float8 import chosen_layers
 from tfmix.gradient_scaling import model_call
 from tfmix.loss_scaling import optimizer as scaling
-from tfmix.optimizers import sixteen_bit_optimizer
 from tfmix.policy import policy as policies
 from tfmix.step import guard
 
@@ -57,12 +55,10 @@ class ConversionReport(_tables.Printed):
         rows: One row per layer, in the model's order.
         undo: Function that undoes the conversion.
         notes: Sentences to print below the table.
-        layers: The layer of each row. Defaults to none.
 
     Attributes:
         policy: The policy that was applied.
-        rows: Tuple of `Row`. A layer that has since fallen back to float32,
-            because its code cannot compute in 16 bit, is shown as float32.
+        rows: Tuple of `Row`.
         notes: Tuple of sentences.
 
     Examples:
@@ -78,11 +74,9 @@ class ConversionReport(_tables.Printed):
         rows: list[Row],
         undo: layer_changes.Undo,
         notes: tuple[str, ...] = (),
-        layers: Sequence[keras.Layer] = (),
     ) -> None:
         self.policy = policy
-        self._rows, self._layers = tuple(rows), tuple(layers)
-        self.notes = notes
+        self.rows, self.notes = tuple(rows), notes
         self._undo: layer_changes.Undo | None = undo
 
     def undo(self) -> None:
@@ -108,16 +102,6 @@ class ConversionReport(_tables.Printed):
     def refuse_undo(self) -> None:
         """Makes `undo` raise, because the variables of a copy were cast."""
         self._undo = None
-
-    @property
-    def rows(self) -> tuple[Row, ...]:
-        """One row per layer."""
-        reasons = [fallback.reason(layer) for layer in self._layers]
-        reasons += [""] * (len(self._rows) - len(reasons))
-        return tuple(
-            dataclasses.replace(row, after="float32", why=why) if why else row
-            for row, why in zip(self._rows, reasons, strict=True)
-        )
 
     @property
     def kept(self) -> tuple[Row, ...]:
@@ -246,9 +230,7 @@ def _convert(
     undo, optimizer = _change(model, policy, steps, optimizer)
     for note in notes:
         _messages.warn("%s", note)
-    shown = [step.layer for step in steps if step.shown]
-    report = ConversionReport(policy, rows, undo, notes, shown)
-    return report, optimizer
+    return ConversionReport(policy, rows, undo, notes), optimizer
 
 
 def _change(
@@ -266,7 +248,6 @@ def _change(
         way_back.callback(layer_changes.forget_compiled, model)
         failed.callback(_adopt, model, before)
         way_back.callback(_save_settings(optimizer or before))
-        check = layer_changes.record(steps, way_back)
         for part in (model, *mixed_model.models_inside(model)):
             methods = replacing.by_role(part)
             way_back.callback(replacing.restore, part, methods)
@@ -288,7 +269,7 @@ def _change(
         undone = way_back.pop_all()
 
     def undo() -> None:
-        check()
+        layer_changes.check_undo(steps)
         undone.close()
         if _optimizer_of(model) is installed:
             _adopt(model, before)
@@ -312,20 +293,13 @@ def converted_copy(
     """
     twin = copying.copy_model(model)
     casts = layer_changes.casts(planned_policies.plan(twin, policy))
-    current, exact = _optimizer_of(twin), []
-    if casts and current is not None:
-        owner = sixteen_bit_optimizer.owner(current)
-        if owner is not None and owner.built:
-            known = optimizers.remembered(owner)
-            exact = [(v, owner.read_float32(v)) for v in known]
-        if optimizer is None:
-            optimizer = compiling.without_automatic(current)
-            optimizer = type(optimizer).from_config(optimizer.get_config())
+    current = _optimizer_of(twin)
+    if casts and current is not None and optimizer is None:
+        optimizer = compiling.without_automatic(current)
+        optimizer = type(optimizer).from_config(optimizer.get_config())
     report, optimizer = _convert(twin, policy, optimizer, may_cast=True)
     if casts:
         report.refuse_undo()
-    for variable, value in exact:
-        variable.assign(keras.ops.cast(value, variable.dtype))
     return twin, report, optimizer
 
 

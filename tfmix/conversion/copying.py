@@ -113,32 +113,14 @@ def _first_cause(error: BaseException) -> str:
 
 
 def _advice(model: keras.Model) -> str:
-    """Advises how to make the classes loadable that Keras cannot find."""
+    """Advises how to make Keras find the classes and their arguments."""
     own = {
-        type(layer)
+        type(layer).__name__
         for layer in layers.flat_layers(model)
         if not layers.is_builtin(layer)
     }
-    registered = keras.saving.get_registered_name
-    unknown = {
-        kind
-        for kind in own
-        if keras.saving.get_registered_object(registered(kind)) is None
-    }
-    advice = []
-    if unknown or not own:
-        names = _names(unknown) or "each class and function of your own in it"
-        advice.append(
-            f"put `@keras.saving.register_keras_serializable()` on {names}"
-        )
-    if own:
-        advice.append(
-            f"give {_names(own)} a `get_config` with all arguments of the "
-            "constructor"
-        )
-    text = " and ".join(advice)
-    return f"{text[0].upper()}{text[1:]}, or "
-
-
-def _names(classes: set[type]) -> str:
-    return ", ".join(sorted(kind.__name__ for kind in classes))
+    names = ", ".join(sorted(own)) or "each class and function of your own"
+    return (
+        f"Put `@keras.saving.register_keras_serializable()` on {names}, and "
+        "give a class a `get_config` with all arguments of the constructor, or "
+    )

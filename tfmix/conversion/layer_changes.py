@@ -1,7 +1,6 @@
 """Changes the dtypes of a model's layers and variables, and restores them."""
 
 import contextlib
-import weakref
 from collections.abc import Callable
 
 import keras
@@ -20,10 +19,6 @@ Undo = Callable[[], None]
 
 # Keras keeps these compiled functions, and would go on using the old dtypes.
 _COMPILED = ("train_function", "test_function", "predict_function")
-# Each layer's conversions that have not been undone, the latest one last.
-_conversions: weakref.WeakKeyDictionary[keras.Layer, list[object]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 def set_dtypes(
@@ -63,34 +58,22 @@ def casts(steps: list[planned_policies.Step]) -> list[tuple]:
     return found
 
 
-def record(
-    steps: list[planned_policies.Step], way_back: contextlib.ExitStack
-) -> Undo:
-    """Records a conversion; returns a check that it may still be undone."""
-    token = object()
+def check_undo(steps: list[planned_policies.Step]) -> None:
+    """Refuses to undo a conversion whose layers were changed since."""
     for step in steps:
-        tokens = _conversions.setdefault(step.layer, [])
-        tokens.append(token)
-        way_back.callback(tokens.remove, token)
-
-    def check() -> None:
-        if any(_conversions[step.layer][-1] is not token for step in steps):
+        made, now = (
+            planned_policies.entry(policy, step.layer).name
+            for policy in (step.policy, step.layer.dtype_policy)
+        )
+        if made != now:
             raise RuntimeError(
-                "The model, or a part of it, was converted again after this "
-                "conversion. Undo the later one first, or call "
-                "`apply_policy(model, 'float32')`."
+                f"This conversion made layer {step.layer.name!r} {made!r}, and "
+                f"it is {now!r} by now: the model, or a part of it, was "
+                "converted again or quantized. Undo the later conversion "
+                "first. A quantized model has no way back: convert and "
+                "quantize a copy instead, `convert_model(model, "
+                "'float32').quantize('int8')`."
             )
-        for step in steps:
-            now = step.layer.quantization_mode
-            if now is not None and step.policy.quantization_mode is None:
-                raise RuntimeError(
-                    f"Layer {step.layer.name!r} was quantized after this "
-                    f"conversion, with mode={now!r}, which rounds its weights "
-                    "permanently. Convert and quantize a copy instead: "
-                    "`convert_model(model, 'float32').quantize('int8')`."
-                )
-
-    return check
 
 
 def forget_compiled(model: keras.Model) -> None:

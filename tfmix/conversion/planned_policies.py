@@ -261,43 +261,20 @@ def sixteen_bit_layers(model: keras.Model) -> list[keras.Layer]:
 
 
 def reference(model: keras.Model) -> Plan:
-    """Plans float32 for every layer that computes in floats.
-
-    Quantized layers keep their integers, and compute the rest in float32.
-    """
-    return {
-        layer: _in_float32(entry(layer.dtype_policy, layer))
-        for layer in _movable(model)
-    }
-
-
-def _in_float32(policy: keras.DTypePolicy) -> keras.DTypePolicy:
-    if policy.quantization_mode is None:
-        return keras.DTypePolicy("float32")
-    config = {**policy.get_config(), "source_name": "float32"}
-    return type(policy).from_config(config)
+    """Plans float32 for the layers that compute in floats."""
+    return sixteen_bit(model, keras.DTypePolicy("float32"))
 
 
 def sixteen_bit(model: keras.Model, policy: keras.DTypePolicy | None) -> Plan:
     """Plans the policies of training, for layers that compute in floats.
 
-    With `None`, layers keep their policies. A `Policy` is applied as by
-    `apply_policy`. Any other policy goes to every layer, except the float32
-    layers of a model that has 16-bit layers.
+    They are those of `apply_policy`. With `None`, layers keep their policies.
     """
     movable = _movable(model)
     if policy is None:
         return {layer: layers.own_policy(layer) for layer in movable}
-    if isinstance(policy, policies.Policy):
-        planned = {step.layer: step.policy for step in plan(model, policy)}
-        return {layer: planned[layer] for layer in movable if layer in planned}
-    mixed, whole = bool(sixteen_bit_layers(model)), policies.plain(policy)
-    float32 = keras.DTypePolicy("float32")
-    return {
-        layer: float32 if mixed and layer.compute_dtype == "float32" else whole
-        for layer in movable
-        if layer.quantization_mode is None
-    }
+    planned = {step.layer: step.policy for step in plan(model, policy)}
+    return {layer: planned[layer] for layer in movable if layer in planned}
 
 
 def dtype(planned: Plan, layer: keras.Layer) -> str:

@@ -207,7 +207,7 @@ class _Between:
             if n >= len(self._tensors)
         ]
         says_why = [False] * (len(values) - len(of_variables))
-        says_why += unscaled_gradients.become_infinite(of_variables)
+        says_why += unscaled_gradients.keep_overflow_visible(of_variables)
         with _as_written():
             leaving = _Leaving(by.down)
             for n, value, says in zip(kept, values, says_why, strict=True):

@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from tfmix import _arguments, _messages
+from tfmix import _messages
 from tfmix._keras import optimizers, variables
 
 # Keras's base class sets these on every optimizer, even on a wrapper that does
@@ -18,9 +18,7 @@ _SHARED_SETTINGS = (
 
 def checked(optimizer: Any) -> keras.optimizers.Optimizer:
     """Returns the optimizer to wrap, from an object, a name or a config."""
-    if isinstance(optimizer, str):
-        optimizer = _by_name(optimizer)
-    if isinstance(optimizer, dict):
+    if isinstance(optimizer, str | dict):
         optimizer = keras.optimizers.get(optimizer)
     if isinstance(optimizer, type):
         raise TypeError(
@@ -63,24 +61,6 @@ def checked_to_scale(optimizer: Any) -> Any:
             factor,
         )
     return optimizer
-
-
-def _by_name(name: str) -> Any:
-    try:
-        return keras.optimizers.get(name)
-    except ValueError:
-        known = sorted(
-            known.lower()
-            for known, value in vars(keras.optimizers).items()
-            if isinstance(value, type) and known != "Optimizer"
-        )
-        if name.lower() in known:
-            raise
-        hint = _arguments.did_you_mean(name.lower(), known)
-        raise ValueError(
-            "`inner_optimizer` must be a Keras optimizer or the name of one "
-            f"of {known}. Received: inner_optimizer={name!r}.{hint}"
-        ) from None
 
 
 class DelegatesToInner(optimizers.OverwritesThroughInner):
@@ -190,9 +170,15 @@ class DelegatesToInner(optimizers.OverwritesThroughInner):
                 excluded. Defaults to `None`.
 
         Raises:
-            ValueError: If the optimizer is built and has joined one of the
-                variables to another that is not excluded.
+            ValueError: If the optimizer is built, as in Keras from 3.16 on.
         """
+        if self.built:
+            raise ValueError(
+                "Variables are excluded from weight decay before the optimizer "
+                f"is built. Received: var_list={var_list!r}, var_names="
+                f"{var_names!r} for {self.name!r}, which is built. Write it "
+                "before `compile`, or before the first step."
+            )
         self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
 
     def set_weights(self, weights: Sequence) -> None:

@@ -1,7 +1,6 @@
 """The optimizer that scales the loss and skips steps that overflowed."""
 
 import functools
-import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,7 +8,7 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from tfmix import _arguments, _formats, _users_code
+from tfmix import _arguments, _users_code
 from tfmix._keras import (
     context_values,
     files,
@@ -39,44 +38,6 @@ _NOT_SCALED = (
     "are those of the loss, write optimizer.apply(grads, variables, "
     "unscaled=True)."
 )
-
-
-class _Losses:
-    """Whether an optimizer multiplies losses by its loss scale.
-
-    Args:
-        are_scaled: Boolean. False if the models scale their gradients.
-    """
-
-    def __init__(self, are_scaled: bool) -> None:
-        self.are_scaled = are_scaled
-        # Also true after the warning that no loss was scaled.
-        self._has_scaled = False
-
-    def note(self, optimizer: Any) -> None:
-        """Notes that an optimizer has scaled a loss."""
-        self._has_scaled = True
-        if (step := guard.around()) is not None:
-            step.scaled.add(id(optimizer))
-
-    def are_gradients_scaled(self, optimizer: Any, warns: bool = False) -> bool:
-        """Returns whether the gradients are those of a scaled loss.
-
-        In a model's train step, they are if the step has scaled its loss, which
-        it may have done before the optimizer knew its variables.
-
-        Args:
-            optimizer: The optimizer.
-            warns: Whether to warn if no loss was ever scaled.
-        """
-        if (step := guard.around()) is not None:
-            return id(optimizer) in step.scaled
-        if self.are_scaled and warns and not self._has_scaled:
-            self._has_scaled = True
-            rule = optimizer.rule
-            if not (rules.is_constant(rule) and rule.lowest_scale == 1.0):
-                _users_code.warn(_NOT_SCALED)
-        return self.are_scaled
 
 
 @keras.saving.register_keras_serializable(package="tfmix")
@@ -113,11 +74,6 @@ class LossScaleOptimizer(
         loss_scale: `"dynamic"`, a positive number for a fixed scale, or a
             `tfmix.loss_scaling.LossScale` object, which then holds all
             settings. Defaults to `"dynamic"`.
-        reduce_dtype: `"float16"` or `"bfloat16"`, the dtype in which the
-            gradients are summed over the replicas of a `tf.distribute`
-            strategy, which halves the bytes sent. They are checked after the
-            sum, so an overflow skips the step. Defaults to `None`: the dtype of
-            each gradient. Needs the TensorFlow backend.
         name: String. Defaults to `"loss_scale_optimizer"`.
 
     Attributes:
@@ -136,8 +92,7 @@ class LossScaleOptimizer(
             is not a number.
         ValueError: If a setting is out of range, contradicts another, or
             belongs to the inner optimizer; under a distribution strategy
-            that cannot skip a step on all replicas; if `reduce_dtype` is
-            given under JAX, whose compiler places the sum.
+            that cannot skip a step on all replicas.
 
     Examples:
         >>> model = keras.Sequential([keras.layers.Dense(1)])
@@ -175,7 +130,6 @@ class LossScaleOptimizer(
         dynamic_growth_steps: int | None = None,
         *,
         loss_scale: Any = "dynamic",
-        reduce_dtype: str | None = None,
         name: str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -186,13 +140,10 @@ class LossScaleOptimizer(
                 "128.0). (Keras says to set `loss_scale_factor` on the inner "
                 "optimizer; that applies steps that are not finite.)"
             )
-        _refuse_misspelt(kwargs)
-        rule = rules.of_arguments(
+        rule = rules.from_arguments(
             loss_scale, initial_scale, dynamic_growth_steps
         )
         inner_optimizer = inner_attributes.checked_to_scale(inner_optimizer)
-        if reduce_dtype is not None:
-            reduce_dtype = _checked_dtype(reduce_dtype, rule)
         replicas.check_strategy()
         super().__init__(
             inner_optimizer,
@@ -201,9 +152,10 @@ class LossScaleOptimizer(
             name=name,
             **kwargs,
         )
-        self.reduce_dtype = reduce_dtype
-        # `None` until it is decided.
-        self._losses: _Losses | None = None
+        # Whether losses are multiplied by the scale, once that is decided.
+        self._is_scaling: bool | None = None
+        # Also true after the warning that no loss was scaled.
+        self._has_scaled = False
         # Whether `apply_gradients` gets unscaled gradients, as in tf.keras.
         self._gets_unscaled = False
         # A function that was compiled before the first step reads it.
@@ -252,58 +204,9 @@ class LossScaleOptimizer(
         It is `None` where that cannot be told from an overflow: if the loss is
         multiplied by the scale, or there is no scale.
         """
-        losses = self._losses
-        if losses is None or not self._tells_data(losses):
+        if self._is_scaling is None or not self._can_detect_bad_data():
             return None
         return int(state.on_host(self._state.held.data_skips))
-
-    @property
-    def gradient_norm(self) -> float:
-        """Norm of the last applied step's unscaled gradients, before clipping.
-
-        It is NaN until `keep_gradient_norm` was called and a step applied.
-        Reading it waits for the device.
-        """
-        kept = self._state.held.gradient_norm
-        return float("nan") if kept is None else float(state.on_host(kept))
-
-    def keep_gradient_norm(self) -> bool:
-        """Makes each step store the norm of its gradients in `gradient_norm`.
-
-        Call it before the first step; a compiled step does not change. It reads
-        every gradient once more. Under a `tf.distribute` strategy it is the
-        norm of the sum over all replicas.
-
-        Returns:
-            Bool, whether it was off before.
-
-        Raises:
-            ValueError: If an optimizer inside accumulates gradients.
-
-        Examples:
-            >>> optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), 8.0)
-            >>> optimizer.keep_gradient_norm()
-            True
-            >>> weight = keras.Variable([0.0, 0.0])
-            >>> grads = [optimizer.scale_loss(ops.array([3.0, 4.0]))]
-            >>> optimizer.apply(grads, [weight])
-            >>> optimizer.gradient_norm
-            5.0
-        """
-        for optimizer in optimizers.with_nested(self.inner_optimizer):
-            steps = getattr(optimizer, "gradient_accumulation_steps", None)
-            if steps is not None:
-                raise ValueError(
-                    "`gradient_norm` cannot be kept where gradients are "
-                    "accumulated: an update takes the mean of several "
-                    "batches, and no batch has the norm of it. Received: "
-                    f"gradient_accumulation_steps={steps!r} in "
-                    f"{optimizer.name!r}. Leave out one of the two."
-                )
-        if self._state.held.gradient_norm is not None:
-            return False
-        self._state.keep_norm()
-        return True
 
     def check_health(self, max_consecutive_skips: int = 50) -> None:
         """Raises if training is stuck; call it now and then in a long loop.
@@ -356,9 +259,11 @@ class LossScaleOptimizer(
             >>> float(LossScaleOptimizer("sgd", 64.0).current_scale())
             64.0
         """
-        if not self._of_losses().are_scaled:
+        if not self._scales_losses():
             return ops.ones((), "float32")
-        self._of_losses().note(self)
+        self._has_scaled = True
+        if (step := guard.current_step()) is not None:
+            step.scaled.add(id(self))
         return self.rule_scale()
 
     def rule_scale(self) -> Any:
@@ -417,7 +322,7 @@ class LossScaleOptimizer(
         variables: list = self._model_variables
         if len(variables) != len(grads):
             variables = [None] * len(grads)
-        if self._of_losses().are_gradients_scaled(self):
+        if self._takes_scaled():
             true = gradients.unscaled(grads, variables, self.rule_scale())
         else:
             true = gradients.in_float32(grads, variables)
@@ -474,9 +379,7 @@ class LossScaleOptimizer(
             )
         guard.note_update(variables)
         unscaled = unscaled or context_values.block.get().takes_unscaled
-        if not unscaled:
-            losses = self._of_losses()
-            unscaled = not losses.are_gradients_scaled(self, warns=True)
+        unscaled = unscaled or not self._takes_scaled(warns=True)
         if keras_variables.becomes_constant(self.skips):
             raise ValueError(
                 "`apply` cannot assign variables inside a function that JAX "
@@ -514,31 +417,13 @@ class LossScaleOptimizer(
                 "call `optimizer.apply(grads, variables)`. Received: "
                 f"backend={keras.backend.backend()!r}."
             )
-        if not self.built:
-            raise ValueError(
-                "`stateless_apply` needs a built optimizer. Call "
-                "`optimizer.build(model.trainable_variables)` first."
+        with context_values.holding(takes_unscaled=unscaled):
+            values: tuple[list, list] = (
+                keras.optimizers.Optimizer.stateless_apply(
+                    self, optimizer_variables, grads, trainable_variables
+                )
             )
-        used = self._model_variables, self.variables
-        mapping = [
-            *self.checked_mapping(optimizer_variables),
-            *_paired("trainable_variables", used[0], trainable_variables),
-        ]
-        with keras.StatelessScope(state_mapping=mapping) as scope:
-            self.apply(grads, unscaled=unscaled)
-        weights, slots = (
-            [scope.get_current_value(variable) for variable in variables]
-            for variables in used
-        )
-        return weights, slots
-
-    def checked_mapping(self, values: Sequence) -> list[tuple]:
-        """Returns pairs of `optimizer.variables` and their values (JAX).
-
-        Raises:
-            ValueError: If their number differs.
-        """
-        return _paired("optimizer_variables", self.variables, values)
+        return values
 
     @tracing.untouched
     def apply_gradients(self, grads_and_vars: Iterable) -> Any:
@@ -570,7 +455,7 @@ class LossScaleOptimizer(
         """
         if callable(loss):
             return lambda: self.get_scaled_loss(loss())
-        if not self._of_losses().are_scaled:
+        if not self._scales_losses():
             return loss
         scale = self.current_scale()
 
@@ -657,27 +542,48 @@ class LossScaleOptimizer(
         """
         return ops.equal(self._state.held.consecutive_skips.value, 0)
 
-    def _of_losses(self) -> _Losses:
-        """Returns whether the optimizer multiplies losses by its scale."""
-        if self._losses is None:
-            step = guard.around()
+    def _scales_losses(self) -> bool:
+        """Returns whether the optimizer multiplies losses by its scale.
+
+        It does not if the models scale their gradients.
+        """
+        if self._is_scaling is None:
+            step = guard.current_step()
             if step is not None and not self.built:
                 variables = step.model.trainable_variables
                 is_its = not step.is_own and step.model.optimizer is self
                 if not (is_its and variables):
                     # The variables are not known yet. This step multiplies the
                     # loss and divides the gradients, which is right for any.
-                    return _Losses(are_scaled=True)
+                    return True
                 self.build(variables)
             # The decision is final, because later compiled code has to agree
             # with earlier code.
             inside = self.built and model_call.scales(self._model_variables)
-            self._losses = _Losses(are_scaled=not inside)
-        return self._losses
+            self._is_scaling = not inside
+        return self._is_scaling
+
+    def _takes_scaled(self, warns: bool = False) -> bool:
+        """Returns whether the gradients are those of a scaled loss.
+
+        In a model's train step, they are if the step has scaled its loss, which
+        it may have done before the optimizer knew its variables.
+
+        Args:
+            warns: Whether to warn if no loss was ever scaled.
+        """
+        if (step := guard.current_step()) is not None:
+            return id(self) in step.scaled
+        scales, rule = self._scales_losses(), self.rule
+        if scales and warns and not self._has_scaled:
+            self._has_scaled = True
+            if not (rules.is_constant(rule) and rule.lowest_scale == 1.0):
+                _users_code.warn(_NOT_SCALED)
+        return scales
 
     def decide_anew(self) -> None:
         """Decides again whether to scale, since the model's dtypes changed."""
-        self._losses = None
+        self._is_scaling = None
 
     def _step(self, grads: list, variables: list, unscaled: bool) -> None:
         """Applies a step, or skips it.
@@ -696,20 +602,16 @@ class LossScaleOptimizer(
             scale = self._state.scale_by(keras_variables.reader())
         current = rule.current(scale)
 
-        def count(applied: Any, bad: Any, true: list, summed: list) -> None:
-            norm = None
-            if self._state.held.gradient_norm is not None:
-                norm = gradients.norm(true, variables)
-
+        def count(applied: Any, bad: Any, true: list) -> None:
             def is_data() -> Any:
-                each = gradients.without_values(summed, variables)
-                return self._blames_data(each, unscaled)
+                each = gradients.without_values(true, variables)
+                return self._is_bad_data(each, unscaled)
 
-            self._state.count(applied, bad, variables, is_data, norm)
+            self._state.count(applied, bad, variables, is_data)
             self._state.warn(applied, bad)
 
         by_scale = functools.partial(gradients.unscaled, scale=current)
-        finite.take(
+        finite.apply_step(
             self,
             grads,
             variables,
@@ -718,35 +620,31 @@ class LossScaleOptimizer(
             counters=[*self.variables, *placing.variables_of(variables)],
             count=count,
             unscale=gradients.in_float32 if unscaled else by_scale,
-            checks_unscaled=rule.may_enlarge and not unscaled,
-            reduce_dtype=self.reduce_dtype,
-            # Unscaled gradients may underflow in a 16-bit sum.
-            reduce_factor=current if unscaled and self.reduce_dtype else None,
         )
         # The flag is read from the counter. For a separate boolean, XLA would
         # count in another kernel.
         guard.report(self.last_step_applied())
 
-    def _blames_data(self, grads: Sequence, unscaled: bool) -> Any:
+    def _is_bad_data(self, grads: Sequence, unscaled: bool) -> Any:
         """Returns whether the data is not finite, if gradients tell that.
 
         `unscale_gradients` makes NaN of an overflow as well, but not of each
         gradient.
         """
-        if not self._tells_data(self._of_losses()):
+        if not self._can_detect_bad_data():
             return False
         return gradients.blames_data(
             grads, ops.logical_and if unscaled else ops.logical_or
         )
 
-    def _tells_data(self, losses: _Losses) -> bool:
+    def _can_detect_bad_data(self) -> bool:
         """Returns whether NaN in gradients means data that is not finite.
 
         Outside models that scale their gradients, it may be an overflow. Models
         without float16, which have no loss scale, do not tell either.
         """
         is_off = isinstance(self.rule, rules.NoLossScale)
-        return not (losses.are_scaled or is_off)
+        return not (is_off or self._scales_losses())
 
     def _add(self, name: str, value: Any, dtype: str) -> keras.Variable:
         """Adds a variable of the state."""
@@ -768,9 +666,7 @@ class LossScaleOptimizer(
         return optimizers.remembered(self)
 
     def _saved_variables(self) -> list[keras.Variable]:
-        # A file holds the same state with the norm and without.
-        norm = self._state.held.gradient_norm
-        unused = norm, *optimizers.unused(self)
+        unused = optimizers.unused(self)
         return [
             variable
             for variable in optimizers.own_variables(self)
@@ -782,63 +678,6 @@ def scalers(model: keras.Model) -> list[LossScaleOptimizer]:
     """Lists the loss-scale optimizers of a model; a GAN may have several."""
     held = vars(model).values()
     return [value for value in held if isinstance(value, LossScaleOptimizer)]
-
-
-def _refuse_misspelt(given: Iterable[str]) -> None:
-    """Refuses misspelled arguments of `LossScaleOptimizer`."""
-    fields = inspect.signature(rules.DynamicLossScale).parameters
-    own = "initial_scale dynamic_growth_steps loss_scale reduce_dtype".split()
-    meant = {
-        "growth_interval": "dynamic_growth_steps",
-        **{
-            field: f"loss_scale=DynamicLossScale({field}=...)"
-            for field in fields
-        },
-        **{argument: argument for argument in own},
-    }
-    for name in given:
-        if hint := _arguments.did_you_mean(name, meant, cutoff=0.8):
-            raise ValueError(
-                f"LossScaleOptimizer has no argument `{name}`.{hint}"
-            )
-
-
-def _paired(name: str, variables: Sequence, values: Sequence) -> list[tuple]:
-    values = list(values)
-    if len(values) != len(variables):
-        raise ValueError(
-            f"`{name}` must have one value for each variable that the "
-            f"optimizer was built with. Received: {len(values)} values for "
-            f"{len(variables)} variables. If layers were made trainable or "
-            "frozen since, call `model.compile` again, with a new optimizer."
-        )
-    return list(zip(variables, values, strict=True))
-
-
-def _checked_dtype(dtype: Any, rule: rules.LossScale) -> str:
-    """Checks and returns the dtype in which replicas sum gradients."""
-    if not isinstance(dtype, str) or dtype not in _formats.SIXTEEN_BIT:
-        raise ValueError(
-            '`reduce_dtype` must be "float16", "bfloat16" or None. Received: '
-            f"reduce_dtype={dtype!r}."
-        )
-    if keras.backend.backend() != "tensorflow":
-        raise ValueError(
-            "`reduce_dtype` is for the sums of `tf.distribute`. Under "
-            "JAX the compiler places the sum over a sharded batch, in the "
-            f"dtype of the gradients. Received: reduce_dtype={dtype!r} on the "
-            f"{keras.backend.backend()!r} backend. Leave it out; in a "
-            "`jax.shard_map` of your own write `jax.lax.psum(gradient.astype("
-            f'"{dtype}"), axis)` before `stateless_apply`.'
-        )
-    if dtype == "float16" and isinstance(rule, rules.NoLossScale):
-        raise ValueError(
-            "Gradients that are summed in float16 must be scaled: those below "
-            f"{_formats.FLOAT16.smallest:.1g} become 0. Received: "
-            'reduce_dtype="float16" with NoLossScale(). Write reduce_dtype='
-            '"bfloat16", or loss_scale="dynamic".'
-        )
-    return dtype
 
 
 def _filled(value: Any, shape: tuple, dtype: str | None = None) -> Any:

@@ -40,7 +40,7 @@ class LossScale(abc.ABC):
       It has to work on tensors inside a compiled step (`keras.ops.where`
       instead of `if`).
     - `current(state)` is finite and positive for any state, and never below
-      `lowest_scale` (0.0; from 1 on, XLA's check is cheaper).
+      `lowest_scale`, which is 0.0.
 
     Examples:
         >>> class Halving(LossScale):
@@ -58,14 +58,6 @@ class LossScale(abc.ABC):
     def lowest_scale(self) -> float:
         """A lower bound of the scale."""
         return 0.0
-
-    @property
-    def may_enlarge(self) -> bool:
-        """Whether dividing by the scale may produce infinity.
-
-        If not, gradients can be checked before they are divided.
-        """
-        return self.lowest_scale < 1.0
 
     @abc.abstractmethod
     def init(self) -> Any:
@@ -303,7 +295,7 @@ def _constant_like(number: np.float32, like: Any) -> Any:
     return number if kernels.is_known(like) else ops.convert_to_tensor(number)
 
 
-def of_arguments(
+def from_arguments(
     loss_scale: Any, initial_scale: Any, dynamic_growth_steps: Any
 ) -> LossScale:
     """Returns the rule that three constructor arguments describe."""

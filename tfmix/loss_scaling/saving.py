@@ -15,13 +15,10 @@ from tfmix import _messages
 from tfmix._keras import optimizers
 from tfmix._keras import variables as keras_variables
 from tfmix.loss_scaling import rules
-from tfmix.step import replicas
 
 # Keras's scaler saves these before the inner optimizer's variables. It does
 # not use the first two, and has no others until it is built.
 _KERAS_OWN = ("iteration", "learning_rate", "step_counter", "dynamic_scale")
-# Files of 0.1.0 name the own variables, and number the inner optimizer's.
-_OWN, _INNER = "own_", "inner_"
 _COUNTS = "overflow_counts"
 
 
@@ -124,13 +121,11 @@ def config(optimizer: Any) -> dict:
     }
     # The rule may differ from the default in other settings.
     if type(optimizer.rule) is rules.DynamicLossScale and optimizer.rule == (
-        rules.of_arguments("dynamic", *keras_form.values())
+        rules.from_arguments("dynamic", *keras_form.values())
     ):
         arguments |= keras_form
     else:
         arguments["loss_scale"] = serialize(optimizer.rule)
-    if optimizer.reduce_dtype is not None:
-        arguments["reduce_dtype"] = optimizer.reduce_dtype
     return arguments
 
 
@@ -139,7 +134,7 @@ def made_from(kind: type, config: Mapping, custom_objects: Any) -> Any:
 
     Args:
         kind: The class.
-        config: A config of this or of an older version.
+        config: What `config` returned.
         custom_objects: Dict of classes by name, as in Keras, or `None`.
     """
     arguments = dict(config)
@@ -148,11 +143,7 @@ def made_from(kind: type, config: Mapping, custom_objects: Any) -> Any:
             arguments[key] = keras.saving.deserialize_keras_object(
                 arguments[key], custom_objects=custom_objects
             )
-    replicas.drop_unsupported(arguments)
-    # Older files store this setting of the model.
-    arguments.pop("guarded", None)
-    optimizer = kind(**arguments)
-    return optimizer
+    return kind(**arguments)
 
 
 def _parts(
@@ -164,11 +155,9 @@ def _parts(
         arrays: All arrays by their keys.
         count: The number of variables that the inner optimizer has.
     """
-    prefix = "" if "0" in arrays else _INNER
-    keys = (f"{prefix}{position}" for position in range(len(arrays)))
+    keys = map(str, range(len(arrays)))
     numbered = [arrays[key] for key in keys if key in arrays]
-    named = {key.removeprefix(_OWN): array for key, array in arrays.items()}
     own = len(numbered) - count
     if own not in (2, 4):
-        return named, numbered
+        return dict(arrays), numbered
     return dict(zip(_KERAS_OWN, numbered[:own], strict=False)), numbered[own:]

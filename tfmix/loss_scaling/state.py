@@ -31,8 +31,6 @@ class Values(NamedTuple):
         overflow_counts: Int32 vector, for each variable the number of skipped
             steps in which its gradient was not finite; `None` before it is
             known how many there are.
-        gradient_norm: Float32 scalar, the norm of the last applied step's
-            gradients; `None` if it is not kept.
     """
 
     scale: Any
@@ -40,14 +38,12 @@ class Values(NamedTuple):
     consecutive_skips: Any
     data_skips: Any
     overflow_counts: Any = None
-    gradient_norm: Any = None
 
     def after(
         self,
         rule: rules.LossScale | None,
         applied: Any,
         bad: Any,
-        norm: Any,
         is_data: Any,
     ) -> "Values":
         """Returns the state after a step.
@@ -56,7 +52,6 @@ class Values(NamedTuple):
             rule: The rule of the loss scale; `None` if it does not move.
             applied: Bool or boolean scalar tensor, whether it was applied.
             bad: Boolean vector, the variables with a gradient not finite.
-            norm: Float32 scalar, of the unscaled gradients; `None` if not kept.
             is_data: Bool or boolean scalar tensor, whether the step is skipped
                 because the data or the loss is not finite. No scale helps then,
                 so the scale does not change.
@@ -69,8 +64,6 @@ class Values(NamedTuple):
             pairs = zip(self.scale, scale, strict=True)
             scale = type(scale)(*(select(is_data, *pair) for pair in pairs))
             of_data = select(is_data, 1, 0)
-        if norm is not None:
-            norm = select(applied, norm, self.gradient_norm)
         in_a_row = self.consecutive_skips
         # An operation of an eager good step would only take time.
         bad = 0 if applied is True else ops.cast(bad, "int32")
@@ -80,7 +73,6 @@ class Values(NamedTuple):
             consecutive_skips=select(applied, in_a_row * 0, in_a_row + 1),
             data_skips=self.data_skips + of_data,
             overflow_counts=self.overflow_counts + bad,
-            gradient_norm=norm,
         )
 
     def flat(self) -> list:
@@ -122,11 +114,6 @@ class State:
         counts = self._add("overflow_counts", zeros, "int32")
         self.held = self.held._replace(overflow_counts=counts)
 
-    def keep_norm(self) -> None:
-        """Adds the norm of gradients, which steps then keep."""
-        norm = self._add("gradient_norm", np.nan, "float32")
-        self.held = self.held._replace(gradient_norm=norm)
-
     def scale_by(self, read: Callable[[Any], Any]) -> Any:
         """Returns the rule's state, each variable read by a function."""
         return type(self.held.scale)(*map(read, self.held.scale))
@@ -151,7 +138,6 @@ class State:
         bad: Any,
         updated: Sequence = (),
         is_data: Callable[[], Any] | None = None,
-        norm: Any = None,
     ) -> None:
         """Counts a step, and moves the scale and the gradients of models.
 
@@ -162,7 +148,6 @@ class State:
             updated: The variables that the step updates.
             is_data: Returns whether a skip is the data's fault: a bool or
                 boolean scalar tensor. `None` if the scale does not move.
-            norm: As for `Values.after`.
         """
         read = keras_variables.reader()
         rest = (None if each is None else read(each) for each in self.held[1:])
@@ -170,7 +155,7 @@ class State:
         rule, of_data = None if is_data is None else self.rule, False
         if is_data is not None and applied is not True:
             of_data = placing.stays(is_data(), before.consecutive_skips)
-        after = before.after(rule, applied, bad, norm, of_data)
+        after = before.after(rule, applied, bad, of_data)
         every = self.held.flat(), before.flat(), after.flat()
         for variable, old, new in zip(*every, strict=True):
             if variable is not None:
@@ -225,9 +210,9 @@ def on_host(variable: Any) -> np.ndarray:
         raise ValueError(
             "This function is being compiled, and counters are numbers on the "
             f"host. Received: a call that reads {variable.path!r} in it. Read "
-            "`skipped_steps`, `consecutive_skips`, `overflow_counts` and "
-            "`gradient_norm`, and call `check_health`, outside the compiled "
-            "function, between two steps; in it, `last_step_applied()` "
-            "returns whether the step was applied."
+            "`skipped_steps`, `consecutive_skips` and `overflow_counts`, and "
+            "call `check_health`, outside the compiled function, between two "
+            "steps; in it, `last_step_applied()` returns whether the step was "
+            "applied."
         )
     return keras_variables.host_value(variable)

@@ -80,6 +80,7 @@ _ARITHMETIC = frozenset(
     (
         *("add", "subtract", "multiply", "divide", "mod", "floor_divide"),
         *("fmod", "floor", "ceil", "round", "trunc", "equal", "not_equal"),
+        *("less", "less_equal", "greater", "greater_equal"),
     )
 )
 # The gradient of a weight in these is formed in float32 (`products`).

@@ -7,8 +7,8 @@ from typing import Any
 import keras
 from keras import ops
 
-from tfmix._keras import kernels, optimizers, variables
-from tfmix.optimizers import bits, eight_bit_slots, sixteen_bit_optimizer, views
+from tfmix._keras import kernels, replacing, variables
+from tfmix.optimizers import bits, eight_bit_slots, sixteen_bit_optimizer
 
 # A step may assign a variable more than once (weight decay, then the update,
 # then a constraint), and each assignment needs its own random bits.
@@ -46,19 +46,22 @@ class _StochasticView(variables.Float32View):
         self.stored.assign(stochastic(value, noise))
 
 
-class _StochasticRounding(views.Views):
+class _StochasticRounding(sixteen_bit_optimizer.Float32Weights):
     """Rounds the new value of every bfloat16 variable stochastically."""
-
-    only_bfloat16 = (
-        "BFloat16Optimizer rounds to bfloat16; updates of float16 variables "
-        "need float32 masters"
-    )
 
     def make(self) -> dict[int, keras.Variable]:
         self.created: list[_StochasticView] = []
         return super().make()
 
     def make_one(self, variable: keras.Variable) -> _StochasticView:
+        dtype = keras.backend.standardize_dtype(variable.dtype)
+        if dtype != "bfloat16":
+            raise ValueError(
+                "BFloat16Optimizer rounds to bfloat16; updates of float16 "
+                f"variables need float32 masters. Received: variable "
+                f"{variable.path!r} of dtype {dtype!r}. Use the policy "
+                "'bfloat16', or MasterWeightOptimizer(optimizer) for float16."
+            )
         draw = self.optimizer.draw_noise
         view = _StochasticView(variable, len(self.created) + 1, draw)
         self.created.append(view)
@@ -66,47 +69,11 @@ class _StochasticRounding(views.Views):
 
     @contextlib.contextmanager
     def creating_slots(self) -> Iterator[None]:
-        """Places the optimizer state, in bfloat16 if `slot_dtype` says so."""
+        """Makes the inner optimizer place its state beside the variables."""
         with contextlib.ExitStack() as undo:
-            undo.enter_context(super().creating_slots())
-            if self.optimizer.slot_dtype == "bfloat16":
-                for worker in optimizers.workers(
-                    self.optimizer.inner_optimizer
-                ):
-                    self._narrow_slots(undo, worker)
+            for view in self.created:
+                replacing.swap(undo, view, "colocating", True)
             yield
-
-    def _narrow_slots(self, undo: contextlib.ExitStack, optimizer: Any) -> None:
-        original = optimizer.add_variable_from_reference
-
-        def make(
-            variable: keras.Variable, name: str | None, initializer: Any
-        ) -> _StochasticView | None:
-            if not isinstance(variable, _StochasticView):
-                return None
-            return self.make_one(original(variable.stored, name, initializer))
-
-        eight_bit_slots.replace_state(undo, optimizer, make)
-
-    def swap(self, target: keras.Variable, average: keras.Variable) -> None:
-        """Swaps the upper halves: a bfloat16 weight has no lower half."""
-        if not isinstance(target, _StochasticView):
-            super().swap(target, average)
-            return
-        weight = ops.copy(target.stored)
-        upper, lower = bits.split(ops.convert_to_tensor(average))
-        target.stored.assign(upper)
-        average.assign(bits.join(weight, lower))
-
-    def overwrite(
-        self, target: keras.Variable, average: keras.Variable
-    ) -> None:
-        """Joins the upper half, which was swapped, with the lower one again."""
-        if isinstance(target, _StochasticView):
-            _, lower = bits.split(ops.convert_to_tensor(average))
-            average.assign(bits.join(target.stored, lower))
-        else:
-            super().overwrite(target, average)
 
     def refresh(self) -> None:
         """Starts the streams of random bits again, for a new step."""
@@ -122,17 +89,15 @@ class BFloat16Optimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
     drops every update smaller than half a step of the format (1/256 of the
     weight). Stochastic rounding keeps updates in the mean (arXiv 2010.06192).
     The inner optimizer computes in float32. For the results of float32 updates
-    in 4 bytes per weight, use `MasterWeightOptimizer(inner, split=True)`.
+    use `MasterWeightOptimizer(inner)`.
 
     Args:
         inner_optimizer: A `keras.optimizers.Optimizer`, its name or config.
         seed: Integer of 31 bits that decides the stochastic rounding.
             Defaults to `None`: drawn from Python's `random`, which
             `keras.utils.set_random_seed` seeds.
-        slot_dtype: `"float32"`; `"bfloat16"` to store the inner optimizer's
-            state in bfloat16 as well, rounded stochastically; or `"int8"`,
-            or a list of rules, as in `LowMemoryOptimizer`. Defaults to
-            `"float32"`.
+        slot_dtype: `"float32"`, or `"int8"` or a list of rules, as in
+            `LowMemoryOptimizer`. Defaults to `"float32"`.
         name: String. Defaults to the snake-case class name.
 
     Raises:
@@ -152,8 +117,6 @@ class BFloat16Optimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
         0.992
     """
 
-    slot_dtypes = ("float32", "bfloat16", eight_bit_slots.INT8)
-
     def __init__(
         self,
         inner_optimizer: Any,
@@ -164,30 +127,8 @@ class BFloat16Optimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
     ) -> None:
         super().__init__(inner_optimizer, name, slot_dtype, seed, draws=True)
 
-    def make_stand_ins(
+    def make_float32_weights(
         self, model_variables: sixteen_bit_optimizer.Variables
-    ) -> sixteen_bit_optimizer.StandIns:
+    ) -> sixteen_bit_optimizer.Float32Weights:
         """Creates the views; see `SixteenBitOptimizer`."""
         return _StochasticRounding(self, model_variables)
-
-    def get_config(self) -> dict:
-        """Returns the settings `from_config` needs."""
-        names = "seed", "slot_dtype"
-        return super().get_config() | {n: getattr(self, n) for n in names}
-
-    @classmethod
-    def from_config(
-        cls, config: dict, custom_objects: dict | None = None
-    ) -> "BFloat16Optimizer":
-        """Creates the optimizer, without state, from `get_config()`."""
-        config = dict(config)
-        # Files of tfmix 0.1 contain this setting.
-        rounding = config.pop("rounding", "stochastic")
-        if rounding != "stochastic":
-            raise ValueError(
-                "BFloat16Optimizer only rounds stochastically. Received: "
-                f"rounding={rounding!r} in a file. Load the model with "
-                "compile=False, and compile it with "
-                "MasterWeightOptimizer(optimizer, split=True)."
-            )
-        return super().from_config(config, custom_objects)

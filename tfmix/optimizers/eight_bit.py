@@ -10,7 +10,6 @@ faster than its operations, so there are few.
 import math
 from typing import Any, NamedTuple
 
-import keras
 from keras import ops
 
 from tfmix._keras import kernels
@@ -20,8 +19,6 @@ from tfmix.optimizers import bits
 BLOCK = 256
 # With this noise, one half, numbers are rounded to nearest.
 NEAREST = -(2**31)
-# A CPU compares so many pieces of a block number by number.
-_PIECES = 16
 _INFINITY = 255 << 23
 _int = bits.signed
 
@@ -155,30 +152,8 @@ def _largest(words: Any) -> Any:
         words = ops.reshape(words, (count,))
         words = ops.pad(words, [(0, -count % BLOCK)])
         words = ops.reshape(words, (-1, BLOCK))
-    return _largest_of_axes(words)
-
-
-def _at_once(words: Any) -> Any:
     axes = range(_first_axis(words.shape), len(words.shape))
     return ops.max(words, axis=tuple(axes))
-
-
-def _in_stages(words: Any) -> Any:
-    # To compare all numbers of a block together, XLA would first write them to
-    # memory, and then compare one at a time.
-    axis = _first_axis(words.shape)
-    pieces = math.gcd(math.prod(words.shape[axis:]), _PIECES)
-    words = ops.reshape(words, (*words.shape[:axis], pieces, -1))
-    return ops.max(kernels.kept_apart(ops.max(words, axis=-2)), axis=-1)
-
-
-def _shaped(words: Any) -> Any:
-    return keras.KerasTensor(words.shape[: _first_axis(words.shape)], "int32")
-
-
-_largest_of_axes = kernels.by_target(
-    single=_at_once, default=_at_once, cpu=_in_stages, shaped=_shaped
-)
 
 
 def _spread(scales: Any, shape: tuple[int, ...]) -> Any:

@@ -6,7 +6,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 from keras import ops
@@ -17,37 +17,28 @@ from tfmix.optimizers import eight_bit
 # `slot_dtype` is a dtype, or pairs of a pattern of paths and a dtype.
 Rules = str | Sequence[tuple[str, str]]
 INT8 = "int8"
+_DTYPES = "float32", INT8
 # Sums and averages over many steps stay in float32. So does state from which
 # weights are computed in each step, because rounding it would round them.
 _WIDE = ("average", "gradient_accumulator")
 _WEIGHTS = {"ScheduleFreeAdamW": "momentum", "Ftrl": "linear"}
-# Second moments are never negative. Keras's optimizers give them these names;
-# other classes list theirs in an attribute.
+# Second moments are never negative. Keras's optimizers give them these names.
 _SECOND_MOMENTS = re.compile("velocity|accumul|norm|squared")
-_DECLARED = "never_negative"
 # Variables with fewer elements save too little memory. Embeddings, which have
 # this in their paths, have gradients that differ most from row to row.
 _SMALL, _RARE = 4096, "embedding"
 
 
-class Created(NamedTuple):
-    """A state that an optimizer created for a variable, and its name."""
-
-    variable: keras.Variable
-    name: str | None
-    state: keras.Variable
-
-
-def check(slot_dtype: Rules, allowed: Sequence[str]) -> Rules:
+def check(slot_dtype: Rules) -> Rules:
     """Checks the argument `slot_dtype`, and returns it in its saved form."""
     if isinstance(slot_dtype, str):
-        if slot_dtype in allowed:
+        if slot_dtype in _DTYPES:
             return slot_dtype
     elif isinstance(slot_dtype, list | tuple) and slot_dtype:
         if all(map(_is_rule, slot_dtype)):
             return [(pattern, dtype) for pattern, dtype in slot_dtype]
     raise ValueError(
-        f"`slot_dtype` must be one of {list(allowed)}, or a list of pairs of a "
+        f"`slot_dtype` must be one of {list(_DTYPES)}, or a list of pairs of a "
         "regular expression for variables' paths and 'float32' or 'int8': "
         "[('head', 'float32'), ('.', 'int8')]. Received: slot_dtype="
         f"{slot_dtype!r}."
@@ -62,7 +53,7 @@ def _is_rule(rule: Any) -> bool:
     except (TypeError, re.error):
         return False
     # `re.compile` also accepts patterns and bytes, which cannot be saved.
-    return isinstance(rule[0], str) and rule[1] in ("float32", INT8)
+    return isinstance(rule[0], str) and rule[1] in _DTYPES
 
 
 def has_eight_bits(slot_dtype: Rules) -> bool:
@@ -87,14 +78,14 @@ def keeps_float32(slot_dtype: Rules, variable: keras.Variable) -> bool:
     return True
 
 
-def stays_wide(optimizer: Any, name: str | None) -> bool:
+def _stays_wide(optimizer: Any, name: str | None) -> bool:
     """Returns whether an optimizer's state of this name is never rounded."""
     kinds = [kind.__name__ for kind in type(optimizer).__mro__]
     return name in _WIDE or any(_WEIGHTS.get(kind) == name for kind in kinds)
 
 
-def check_rounding(optimizer: Any) -> None:
-    """Raises an error for an optimizer whose moments depend on each other."""
+def _check(optimizer: Any) -> None:
+    """Raises an error for an optimizer whose moments cannot be rounded."""
     if getattr(optimizer, "centered", False):
         raise ValueError(
             "The state of RMSprop(centered=True) cannot be rounded: it "
@@ -103,82 +94,22 @@ def check_rounding(optimizer: Any) -> None:
             "centered=True. Write RMSprop(centered=False), or "
             "slot_dtype='float32'."
         )
-
-
-def _never_negative(optimizer: Any) -> tuple[str, ...] | None:
-    """Returns the non-negative moments that a custom class declares.
-
-    Keras's classes declare none, because their names are known: the result is
-    `None` for them.
-    """
     kind = type(optimizer)
-    if hasattr(kind, _DECLARED):
-        names = getattr(optimizer, _DECLARED)
-        return (names,) if isinstance(names, str) else tuple(names)
-    if kind.update_step.__module__.split(".")[0] == "keras":
-        return None
-    raise ValueError(
-        "To store moments in 8 bits, a class with its own `update_step` must "
-        "declare which of them are never negative. Received: "
-        f"inner_optimizer={optimizer.name!r} of type {kind.__name__}. "
-        f"Write `{_DECLARED} = ('velocity',)` into {kind.__name__}, with "
-        "the names of these moments, or `()` if there are none; or leave out "
-        "slot_dtype='int8'."
-    )
+    if kind.update_step.__module__.split(".")[0] != "keras":
+        raise ValueError(
+            "Only Keras's optimizers can have state in 8 bits: of others it is "
+            "not known which moments are never negative. Received: "
+            f"inner_optimizer={optimizer.name!r} of type {kind.__name__}, with "
+            "an `update_step` of its own. Leave out slot_dtype='int8'."
+        )
 
 
 def _code(optimizer: Any, name: str) -> eight_bit.Code:
     """Returns the 8-bit format for a moment."""
-    declared = _never_negative(optimizer)
-    if declared is None:
-        is_second = bool(_SECOND_MOMENTS.search(name))
-    else:
-        is_second = name in declared
-    if is_second:
+    if _SECOND_MOMENTS.search(name):
         return eight_bit.UNSIGNED
     is_lion = isinstance(optimizer, keras.optimizers.Lion)
     return eight_bit.SIGNS if is_lion else eight_bit.SIGNED
-
-
-def replace_state(
-    undo: contextlib.ExitStack,
-    optimizer: Any,
-    make: Callable[..., variables.Float32View | None],
-) -> list[Created]:
-    """Makes an optimizer round its state until a stack unwinds.
-
-    Args:
-        undo: The stack.
-        optimizer: The optimizer, which is built in the meantime.
-        make: Takes a variable, the name of its state and an initializer;
-            returns the state as a view, `None` to keep it as it is.
-
-    Returns:
-        A list to which the states will be added.
-    """
-    check_rounding(optimizer)
-    created: list[Created] = []
-    original = optimizer.add_variable_from_reference
-
-    def add(
-        reference_variable: keras.Variable,
-        name: str | None = None,
-        initializer: Any = "zeros",
-    ) -> keras.Variable:
-        state = None
-        if not stays_wide(optimizer, name):
-            state = make(reference_variable, name, initializer)
-        if state is None:
-            state = original(reference_variable, name, initializer)
-        else:
-            # What the view stores is tracked already. Removing that from the
-            # list of tracked variables would stop TensorFlow from saving it.
-            optimizers.count_as_tracked(optimizer, state)
-        created.append(Created(reference_variable, name, state))
-        return state
-
-    replacing.swap(undo, optimizer, "add_variable_from_reference", add)
-    return created
 
 
 @contextlib.contextmanager
@@ -186,11 +117,8 @@ def creating(
     optimizer: optimizers.Optimizer,
     keeps_float32: Callable[[keras.Variable], bool],
     draw: Callable[[tuple[int, ...], int, Any], Any],
-) -> Iterator[dict[int, list[keras.Variable]]]:
+) -> Iterator[None]:
     """A context in which an optimizer that is built has its state in 8 bits.
-
-    Yields a dict of variables' `id`s to lists of their state, which is filled
-    at the end.
 
     Args:
         optimizer: The optimizer.
@@ -204,13 +132,9 @@ def creating(
             (worker, _narrow(undo, worker, keeps_float32, draw))
             for worker in optimizers.workers(optimizer)
         ]
-        states: dict[int, list[keras.Variable]] = {}
-        yield states
+        yield
     for worker, slots in created:
-        _check_declared(worker, slots)
         _refuse_others(worker, slots)
-        for variable, _, state in slots:
-            states.setdefault(id(variable), []).append(state)
 
 
 def _narrow(
@@ -218,28 +142,46 @@ def _narrow(
     worker: Any,
     keeps_float32: Callable[[keras.Variable], bool],
     draw: Callable[[tuple[int, ...], int, Any], Any],
-) -> list[Created]:
-    """Returns a list to which the slots will be added."""
-    _never_negative(worker)
+) -> list[keras.Variable]:
+    """Makes an optimizer round its state until a stack unwinds.
+
+    Returns:
+        A list to which the states will be added.
+    """
+    _check(worker)
+    created: list[keras.Variable] = []
     slots_of: collections.Counter[int] = collections.Counter()
+    original = worker.add_variable_from_reference
 
-    def make(
-        variable: keras.Variable, name: str | None, initializer: Any
-    ) -> _Slot | None:
-        if keeps_float32(variable):
-            return None
-        # Each slot of a variable is rounded with its own noise. Slots of
-        # different variables share theirs, so that one kernel serves all
-        # variables of a shape. Views use streams from 0 on.
-        stream = -1 - slots_of[id(variable)]
-        slots_of[id(variable)] += 1
+    def add(
+        reference_variable: keras.Variable,
+        name: str | None = None,
+        initializer: Any = "zeros",
+    ) -> keras.Variable:
+        key = id(reference_variable)
+        if _stays_wide(worker, name) or keeps_float32(reference_variable):
+            state = original(reference_variable, name, initializer)
+        else:
+            # Each slot of a variable is rounded with its own noise. Slots of
+            # different variables share theirs, so that one kernel serves all
+            # variables of a shape. Views use streams from 0 on.
+            slots_of[key] += 1
+            stream = -slots_of[key]
 
-        def noise(shape: tuple[int, ...], offset: Any) -> Any:
-            return draw(shape, stream, offset)
+            def noise(shape: tuple[int, ...], offset: Any) -> Any:
+                return draw(shape, stream, offset)
 
-        return _make(worker, variable, name or "var", initializer, noise)
+            state = _make(
+                worker, reference_variable, name or "var", initializer, noise
+            )
+            # What the view stores is tracked already. Removing that from the
+            # list of tracked variables would stop TensorFlow from saving it.
+            optimizers.count_as_tracked(worker, state)
+        created.append(state)
+        return state
 
-    return replace_state(undo, worker, make)
+    replacing.swap(undo, worker, "add_variable_from_reference", add)
+    return created
 
 
 def _make(
@@ -283,27 +225,11 @@ def _make(
     return _Slot(codes, sizes, code, noise)
 
 
-def _check_declared(worker: Any, created: list[Created]) -> None:
-    """Raises an error if a class declares moments that do not exist."""
-    slots = sorted({name for _, name, _ in created if name})
-    for name in _never_negative(worker) or ():
-        if created and name not in slots:
-            raise ValueError(
-                f"`{_DECLARED}` must name moments. Received: {name!r} in "
-                f"{type(worker).__name__}, whose moments are {slots}. Write "
-                "one of these. If a moment does not always exist, make "
-                f"`{_DECLARED}` a property."
-            )
-
-
-def _refuse_others(worker: Any, created: list[Created]) -> None:
+def _refuse_others(worker: Any, created: list[keras.Variable]) -> None:
     """Raises an error for state that is neither a slot nor a scalar."""
-    expected = set()
-    for _, _, slot in created:
-        stored = getattr(slot, "stored", slot)
-        expected |= {
-            id(part) for part in (stored, *getattr(slot, "beside", ()))
-        }
+    slots = [state for state in created if isinstance(state, _Slot)]
+    parts = [part for slot in slots for part in (slot.stored, slot.sizes)]
+    expected = {*map(id, created), *map(id, parts)}
     for variable in worker.variables:
         if tuple(variable.shape) and id(variable) not in expected:
             raise ValueError(
@@ -330,16 +256,16 @@ class _Slot(variables.Float32View):
         noise: Callable[[tuple[int, ...], Any], Any],
     ) -> None:
         super().__init__(codes)
-        self.beside, self.code, self.noise = (sizes,), code, noise
+        self.sizes, self.code, self.noise = sizes, code, noise
 
     def load(self) -> Any:
         """Returns the float32 value as a tensor."""
-        codes, sizes = map(ops.convert_to_tensor, (self.stored, *self.beside))
+        codes, sizes = map(ops.convert_to_tensor, (self.stored, self.sizes))
         return eight_bit.decode(codes, sizes, self.code)
 
     def store(self, value: Any) -> None:
         """Stores a float32 tensor, rounded stochastically."""
         noise = functools.partial(self.noise, tuple(value.shape))
-        parts = eight_bit.encode(value, self.code, noise)
-        for part, new in zip((self.stored, *self.beside), parts, strict=True):
-            part.assign(new)
+        codes, sizes = eight_bit.encode(value, self.code, noise)
+        self.stored.assign(codes)
+        self.sizes.assign(sizes)

@@ -8,35 +8,20 @@ import keras
 from keras import ops
 
 from tfmix._keras import optimizers
-from tfmix.optimizers import (
-    bits,
-    eight_bit_slots,
-    elementwise,
-    sixteen_bit_optimizer,
+from tfmix.optimizers import bits, sixteen_bit_optimizer
+
+# They are recognised by their `update_step`, so subclasses that inherit it
+# count, too. `ScheduleFreeAdamW` is in Keras 3.13 and newer.
+ELEMENTWISE = tuple(
+    "SGD Adam AdamW Adamax Adagrad Adadelta RMSprop Nadam Ftrl Lion "
+    "ScheduleFreeAdamW".split()
 )
 
-# These optimizers use powers or square roots. TensorFlow's kernels round both
-# differently in whole SIMD registers and in the rest of a tensor. Under these
-# optimizers, a variable that does not fill its last register gets its own
-# vector, on every backend, so that a checkpoint fits all of them.
-UNEVEN = ("Adadelta", "Adagrad", "Ftrl", "RMSprop")
-# This suffix marks vectors with float32 state next to vectors with 8-bit state.
-_WIDE = "_float32_slots"
-# The widest register, of AVX-512, holds this many floats.
-REGISTER = 16
-REFUSED = {
-    "Lamb": "it scales each variable's update by that variable's norm",
-    "Muon": "it orthogonalises each weight matrix",
-    "Adafactor": "it keeps row and column statistics of each weight matrix",
-    "MultiOptimizer": "it chooses an optimizer for each variable",
-}
 
-
-class FlatMasters(sixteen_bit_optimizer.StandIns):
+class FlatMasters(sixteen_bit_optimizer.Float32Weights):
     """Keeps one float32 vector per group of 16-bit variables.
 
-    All variables of a group have the same dtype, the same weight decay, and
-    the same format of the optimizer state.
+    All variables of a group have the same dtype and the same weight decay.
     """
 
     def make(self) -> dict[int, keras.Variable]:
@@ -44,20 +29,11 @@ class FlatMasters(sixteen_bit_optimizer.StandIns):
         inner = self.optimizer.inner_optimizer
         _check_optimizer(inner)
         _check_variables(self.narrow)
-        rules = self.optimizer.slot_dtype
-        eight_bits = eight_bit_slots.has_eight_bits(rules)
         members: dict[tuple[str, ...], list[keras.Variable]] = {}
         for variable in self.narrow:
             decays = optimizers.uses_weight_decay(inner, variable)
-            uneven = math.prod(variable.shape) % REGISTER
-            single = uneven and elementwise.runs_update_of(inner, UNEVEN)
-            wide = eight_bits and eight_bit_slots.keeps_float32(rules, variable)
-            key = (
-                keras.backend.standardize_dtype(variable.dtype),
-                "" if decays else "_no_decay",
-                _WIDE if wide else "",
-                f"_{len(members)}" if single else "",
-            )
+            dtype = keras.backend.standardize_dtype(variable.dtype)
+            key = dtype, "" if decays else "_no_decay"
             members.setdefault(key, []).append(variable)
         self.groups = [Group(self.optimizer, *item) for item in members.items()]
         self._group_of = {
@@ -67,29 +43,16 @@ class FlatMasters(sixteen_bit_optimizer.StandIns):
         }
         return {key: group.master for key, group in self._group_of.items()}
 
-    def keeps_float32_slots(self, variable: keras.Variable) -> bool:
-        """Returns whether the state of a vector or variable is in float32."""
-        for group in self.groups:
-            if group.master is variable:
-                return group.keeps_float32_slots
-        return super().keeps_float32_slots(variable)
-
     def targets(
         self, these: sixteen_bit_optimizer.Variables
     ) -> list[keras.Variable]:
         """Returns the vectors, then the variables outside of all groups."""
-        vectors, ids = [], set(map(id, these))
-        for group in self.groups:
-            inside = [v.path for v in group.variables if id(v) in ids]
-            outside = [v.path for v in group.variables if id(v) not in ids]
-            if inside and outside:
-                raise ValueError(
-                    "flat=True has joined variables that would now be treated "
-                    f"differently. Received: not {outside}, but {inside}. Call "
-                    "`exclude_from_weight_decay` before the optimizer is "
-                    "built, or use flat=False."
-                )
-            vectors += [group.master] if inside else []
+        ids = set(map(id, these))
+        vectors = [
+            group.master
+            for group in self.groups
+            if any(id(variable) in ids for variable in group.variables)
+        ]
         return vectors + self._others(these)
 
     def _others(
@@ -158,7 +121,6 @@ class Group:
         members: list[keras.Variable],
     ) -> None:
         self.dtype, self.variables = key[0], members
-        self.keeps_float32_slots = _WIDE in key
         sizes = [math.prod(variable.shape) for variable in members]
         self.ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         self.master = optimizers.add_variable(
@@ -192,14 +154,6 @@ def concatenate(tensors: Sequence) -> Any:
 
 def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
     """Raises an error for an optimizer that needs each variable separately."""
-    name = type(optimizer).__name__
-    for refused, reason in REFUSED.items():
-        kind: Any = getattr(keras.optimizers, refused, ())
-        if isinstance(optimizer, kind):
-            raise ValueError(
-                f"flat=True cannot run {name}: {reason}. Received: "
-                f"inner_optimizer={optimizer.name!r}. Use flat=False."
-            )
     if optimizer.clipnorm is not None:
         raise ValueError(
             "flat=True cannot run clipnorm, which clips each variable's "
@@ -207,12 +161,16 @@ def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
             f"{optimizer.clipnorm!r}. Use global_clipnorm, clipvalue or "
             "flat=False."
         )
-    if not elementwise.is_elementwise(optimizer):
+    kinds = [vars(keras.optimizers).get(each) for each in ELEMENTWISE]
+    updates = [kind.update_step for kind in kinds if kind]
+    declared = getattr(type(optimizer), "elementwise", False)
+    if not declared and type(optimizer).update_step not in updates:
         raise ValueError(
             "flat=True needs an element-wise optimizer: "
-            f"{list(elementwise.NAMES)}, or a class that declares "
+            f"{list(ELEMENTWISE)}, or a class that declares "
             "`elementwise = True`. Received: inner_optimizer="
-            f"{optimizer.name!r} of type {name}. Use flat=False."
+            f"{optimizer.name!r} of type {type(optimizer).__name__}. Use "
+            "flat=False."
         )
 
 

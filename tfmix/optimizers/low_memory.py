@@ -4,11 +4,11 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import optimizers, variables
+from tfmix._keras import variables
 from tfmix.optimizers import eight_bit_slots, sixteen_bit_optimizer
 
 
-class _NoStandIns(sixteen_bit_optimizer.StandIns):
+class _NoFloat32Weights(sixteen_bit_optimizer.Float32Weights):
     """Passes the model's own variables to the inner optimizer."""
 
     def make_one(self, variable: keras.Variable) -> keras.Variable:
@@ -22,9 +22,7 @@ class _NoStandIns(sixteen_bit_optimizer.StandIns):
 
 
 @keras.saving.register_keras_serializable(package="tfmix")
-class LowMemoryOptimizer(
-    optimizers.AveragesOfInner, sixteen_bit_optimizer.SixteenBitOptimizer
-):
+class LowMemoryOptimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
     """Keeps the state of an optimizer in 8 bits instead of 32.
 
     Use it for models with float32 variables, including mixed precision. For
@@ -39,11 +37,9 @@ class LowMemoryOptimizer(
     drop.)
 
     Args:
-        inner_optimizer: A `keras.optimizers.Optimizer`, its name or config.
-            Its moments must have the shapes of the variables. A class with
-            its own `update_step` must declare the moments that are never
-            negative, so that they are stored unsigned: `never_negative =
-            ("velocity",)`.
+        inner_optimizer: One of Keras's optimizers, its name or config. Its
+            moments must have the shapes of the variables, and its class must
+            not have an `update_step` of its own.
         slot_dtype: `"int8"`, or a list of pairs of a regular expression,
             searched in the variable's path, and `"int8"` or `"float32"`. The
             first match counts; variables without one keep float32. (Leave the
@@ -60,10 +56,9 @@ class LowMemoryOptimizer(
 
     Raises:
         ValueError: If an argument is wrong or, when built, if a variable is
-            16-bit, a moment does not have the shape of its variable, a class
-            does not declare its non-negative moments correctly, or the
-            optimizer is `RMSprop(centered=True)`, whose moments depend on
-            each other.
+            16-bit, a moment does not have the shape of its variable, the class
+            is not Keras's, or the optimizer is `RMSprop(centered=True)`, whose
+            moments depend on each other.
         TypeError: If `inner_optimizer` is not an optimizer, or `seed` not an
             integer.
 
@@ -87,8 +82,8 @@ class LowMemoryOptimizer(
     ) -> None:
         super().__init__(inner_optimizer, name, slot_dtype, seed)
 
-    def make_stand_ins(
+    def make_float32_weights(
         self, model_variables: variables.Variables
-    ) -> sixteen_bit_optimizer.StandIns:
-        """Creates no stand-ins; see `SixteenBitOptimizer`."""
-        return _NoStandIns(self, model_variables)
+    ) -> sixteen_bit_optimizer.Float32Weights:
+        """Creates no float32 weights; see `SixteenBitOptimizer`."""
+        return _NoFloat32Weights(self, model_variables)

@@ -11,7 +11,6 @@ from tfmix.optimizers import (
     eight_bit_slots,
     flat,
     sixteen_bit_optimizer,
-    views,
 )
 
 
@@ -33,10 +32,8 @@ class MasterWeightOptimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
     Args:
         inner_optimizer: A `keras.optimizers.Optimizer`, its name or config.
         flat: Boolean. Joins the masters into one vector per dtype: one update
-            instead of one per variable. For element-wise optimizers only.
-            Defaults to `False`.
-        split: Boolean. Keeps only the 16 bits that a bfloat16 variable lacks:
-            4 bytes per weight instead of 6, with exact float32 results.
+            instead of one per variable. For element-wise optimizers only, and
+            without 8-bit state.
             Defaults to `False`.
         slot_dtype: `"float32"`, or `"int8"` or a list of rules, as in
             `LowMemoryOptimizer`. Defaults to `"float32"`.
@@ -45,8 +42,8 @@ class MasterWeightOptimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
         name: String. Defaults to the snake-case class name.
 
     Raises:
-        ValueError: If the arguments contradict each other, or (when built)
-            if `flat` or `split` does not fit the optimizer or the variables.
+        ValueError: If an argument is wrong or, when built, if `flat` does not
+            fit the optimizer or the variables.
         TypeError: If `inner_optimizer` is not an optimizer.
 
     Examples:
@@ -59,50 +56,45 @@ class MasterWeightOptimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
         0.9921875
     """
 
-    # These are class attributes, so that setting them does not reach an inner
-    # optimizer with attributes of the same names.
-    flat = split = False
+    # This is a class attribute, so that setting it does not reach an inner
+    # optimizer with an attribute of the same name.
+    flat = False
 
     def __init__(
         self,
         inner_optimizer: Any,
         *,
         flat: bool = False,
-        split: bool = False,
         slot_dtype: eight_bit_slots.Rules = "float32",
         seed: int | None = None,
         name: str | None = None,
     ) -> None:
-        for argument, value in (("flat", flat), ("split", split)):
-            if not isinstance(value, bool):
-                raise TypeError(
-                    f"`{argument}` must be True or False. "
-                    f"Received: {argument}={value!r}."
-                )
-        if flat and split:
+        if not isinstance(flat, bool):
+            raise TypeError(
+                f"`flat` must be True or False. Received: flat={flat!r}."
+            )
+        if flat and slot_dtype != "float32":
             raise ValueError(
-                "`flat` joins float32 masters, and `split` keeps none. "
-                "Received: flat=True, split=True. Choose flat=True for speed "
-                "or split=True for memory."
+                "flat=True joins variables, and 8-bit state is chosen for each "
+                f"of them. Received: flat=True, slot_dtype={slot_dtype!r}. "
+                "Leave out one of the two."
             )
         super().__init__(inner_optimizer, name, slot_dtype, seed)
-        self.flat, self.split = flat, split
+        self.flat = flat
 
-    def make_stand_ins(
+    def make_float32_weights(
         self, model_variables: sixteen_bit_optimizer.Variables
-    ) -> sixteen_bit_optimizer.StandIns:
+    ) -> sixteen_bit_optimizer.Float32Weights:
         """Creates the masters; see `SixteenBitOptimizer`."""
-        kind: type[sixteen_bit_optimizer.StandIns] = _PerVariableMasters
-        if self.flat or self.split:
-            kind = flat.FlatMasters if self.flat else _SplitMasters
+        kind = flat.FlatMasters if self.flat else _PerVariableMasters
         return kind(self, model_variables)
 
     def get_config(self) -> dict:
         """Returns the settings `from_config` needs."""
-        return super().get_config() | {"flat": self.flat, "split": self.split}
+        return super().get_config() | {"flat": self.flat}
 
 
-class _PerVariableMasters(sixteen_bit_optimizer.StandIns):
+class _PerVariableMasters(sixteen_bit_optimizer.Float32Weights):
     """Keeps a float32 variable behind every 16-bit one."""
 
     def make_one(self, variable: keras.Variable) -> keras.Variable:
@@ -124,83 +116,3 @@ class _PerVariableMasters(sixteen_bit_optimizer.StandIns):
     def write_back(self) -> None:
         for variable in self.narrow:
             variable.assign(ops.cast(self.target(variable), variable.dtype))
-
-
-class _SplitView(variables.Float32View):
-    """An exact float32: the model's bfloat16 variable and 16 more bits."""
-
-    def __init__(self, variable: keras.Variable, rest: keras.Variable) -> None:
-        super().__init__(variable)
-        self.rest = rest
-
-    def load(self) -> Any:
-        return bits.join(self.stored, self.rest)
-
-    def store(self, value: Any) -> None:
-        upper, lower = bits.split(value)
-        self.stored.assign(upper)
-        self.rest.assign(lower)
-
-
-class _SplitMasters(views.Views):
-    """Keeps the lower half of the master of every bfloat16 variable.
-
-    Fingerprints of the variables show which ones were assigned since the last
-    step, such as by `load_weights`: their old lower half is not theirs any
-    more, and would shift a weight by up to half a step of bfloat16.
-    """
-
-    only_bfloat16 = (
-        "split=True stores the 16 bits of a float32 that a bfloat16 lacks; a "
-        "float16 is not part of a float32"
-    )
-
-    def make(self) -> dict[int, keras.Variable]:
-        made = super().make()
-        self.views: list[Any] = list(made.values())
-        if made:
-            self.seen = optimizers.add_variable(
-                self.optimizer,
-                shape=(len(made),),
-                initializer=lambda shape, dtype: self._fingerprints(),
-                dtype="int32",
-                name="fingerprints",
-                aggregation="only_first_replica",
-            )
-        return made
-
-    def make_one(self, variable: keras.Variable) -> _SplitView:
-        path = variable.path.replace("/", "_")
-        rest = self.optimizer.add_variable(
-            shape=variable.shape,
-            dtype="int16",
-            name=f"{path}_lost_bits",
-            **variables.placement(variable),
-        )
-        return _SplitView(variable, rest)
-
-    def refresh(self) -> None:
-        if not self.views:
-            return
-        now, seen = self._fingerprints(), ops.convert_to_tensor(self.seen)
-        for i, view in enumerate(self.views):
-            rest = ops.convert_to_tensor(view.rest)
-            same = ops.equal(now[i], seen[i])
-            view.rest.assign(ops.where(same, rest, ops.zeros_like(rest)))
-
-    def write_back(self) -> None:
-        if self.views:
-            self.seen.assign(self._fingerprints())
-
-    def _fingerprints(self) -> Any:
-        return bits.fingerprints([view.stored for view in self.views])
-
-    def assign(self, variable: keras.Variable, value: Any) -> None:
-        target: Any = self.target(variable)
-        target.assign(value)
-        if target is not variable:
-            # Only this fingerprint changes: other variables may have been
-            # assigned as well, which `refresh` must still notice.
-            row = [[list(map(id, self.views)).index(id(target))]]
-            now = bits.fingerprints([target.stored])
-            self.seen.assign(ops.scatter_update(self.seen, row, now))

@@ -1,9 +1,10 @@
 """The base class of optimizers that update 16-bit variables in float32."""
 
 import contextlib
+import functools
 import numbers
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -12,57 +13,49 @@ from keras import ops
 from tfmix._keras import optimizers
 from tfmix._keras import variables as keras_variables
 from tfmix.loss_scaling import inner_attributes
-from tfmix.optimizers import block_updates, eight_bit_slots, noise
+from tfmix.optimizers import eight_bit_slots, noise
 from tfmix.step import replicas
 
 Variables = keras_variables.Variables
 
 
-class StandIns:
-    """Float32 stand-ins that the inner optimizer updates for 16-bit variables.
+class Float32Weights:
+    """Float32 weights that the inner optimizer updates for 16-bit variables.
 
-    A subclass creates them, and decides where the bits are stored
-    that do not fit into 16. Other variables have no stand-in.
+    A subclass creates them, and decides where the bits are stored that do not
+    fit into 16. Other variables have none.
     """
-
-    # Lists of variables' 8-bit and other state, by the `id`s of the variables.
-    states: block_updates.States = {}
 
     def __init__(
         self, optimizer: "SixteenBitOptimizer", model_variables: Variables
     ) -> None:
         self.optimizer = optimizer
         self.narrow = [*filter(keras_variables.is_sixteen_bit, model_variables)]
-        self.stand_ins = self.make()
+        self.float32_weights = self.make()
         # Traced functions that run on every replica, by name.
         self.traced: dict[str, Callable] = {}
 
     def make(self) -> dict[int, keras.Variable]:
-        """Returns the stand-in of each of the `narrow` variables, by `id`."""
+        """Returns the weight of each of the `narrow` variables, by `id`."""
         return {id(v): self.make_one(v) for v in self.narrow}
 
     def make_one(self, variable: keras.Variable) -> keras.Variable:
-        """Creates the stand-in of a variable."""
+        """Creates the float32 weight of a variable."""
         raise NotImplementedError
 
     def refresh(self) -> None:
-        """Updates the stand-ins with values assigned to model variables."""
+        """Updates the weights with values assigned to model variables."""
 
     def write_back(self) -> None:
         """Copies the inner optimizer's update to the model's variables."""
 
     def target(self, variable: keras.Variable) -> keras.Variable:
-        """Returns a variable's stand-in, or the variable if it has none."""
-        return self.stand_ins.get(id(variable), variable)
+        """Returns a variable's weight, or the variable if it has none."""
+        return self.float32_weights.get(id(variable), variable)
 
     def targets(self, these: Variables) -> list[keras.Variable]:
-        """Returns the stand-ins of some variables, if they have no others."""
+        """Returns the weights of some variables, if they have no others."""
         return [self.target(variable) for variable in these]
-
-    def keeps_float32_slots(self, variable: keras.Variable) -> bool:
-        """Returns whether the state of an inner variable is in float32."""
-        rules = self.optimizer.slot_dtype
-        return eight_bit_slots.keeps_float32(rules, variable)
 
     def creating_slots(self) -> contextlib.AbstractContextManager:
         """A context in which the inner optimizer is built."""
@@ -73,10 +66,10 @@ class StandIns:
         return self.widen(grads, of), self.targets(of)
 
     def widen(self, grads: Sequence, of: Variables) -> list:
-        """Casts the gradients of variables with stand-ins to float32."""
+        """Casts the gradients of variables with float32 weights to float32."""
         return [
             ops.cast(grad, "float32")
-            if grad is not None and id(variable) in self.stand_ins
+            if grad is not None and id(variable) in self.float32_weights
             else grad
             for grad, variable in zip(grads, of, strict=True)
         ]
@@ -85,18 +78,6 @@ class StandIns:
         """Returns the float32 value behind a model's variable."""
         return ops.cast(self.target(variable), "float32")
 
-    def swap(self, target: keras.Variable, average: keras.Variable) -> None:
-        """Swaps a variable of the inner optimizer with its average."""
-        value = ops.copy(target)
-        target.assign(average)
-        average.assign(value)
-
-    def overwrite(
-        self, target: keras.Variable, average: keras.Variable
-    ) -> None:
-        """Sets an average to its variable, which holds it after a swap."""
-        average.assign(target)
-
     def assign(self, variable: keras.Variable, value: Any) -> None:
         """Sets the float32 value behind a variable, and the variable."""
         self.target(variable).assign(value)
@@ -104,14 +85,15 @@ class StandIns:
 
 
 class SixteenBitOptimizer(
-    inner_attributes.DelegatesToInner, keras.optimizers.Optimizer
+    optimizers.AveragesOfInner,
+    inner_attributes.DelegatesToInner,
+    keras.optimizers.Optimizer,
 ):
     """Makes an inner optimizer update 16-bit variables in float32."""
 
     # These are class attributes, so that setting them does not reach an inner
     # optimizer with attributes of the same names.
     slot_dtype: eight_bit_slots.Rules = "float32"
-    slot_dtypes: tuple[str, ...] = ("float32", eight_bit_slots.INT8)
     seed: int | None = None
     seed_variable: keras.Variable | None = None
 
@@ -124,7 +106,7 @@ class SixteenBitOptimizer(
         draws: bool = False,
     ) -> None:
         inner_optimizer = _check_inner(type(self).__name__, inner_optimizer)
-        slot_dtype = eight_bit_slots.check(slot_dtype, self.slot_dtypes)
+        slot_dtype = eight_bit_slots.check(slot_dtype)
         draws = draws or eight_bit_slots.has_eight_bits(slot_dtype)
         if seed is not None and not draws:
             raise ValueError(
@@ -154,8 +136,10 @@ class SixteenBitOptimizer(
         step = ops.cast(self.iterations, "int32")
         return noise.noise(shape, seed, stream, step)
 
-    def make_stand_ins(self, model_variables: Variables) -> StandIns:
-        """Creates the stand-ins of the model's 16-bit variables."""
+    def make_float32_weights(
+        self, model_variables: Variables
+    ) -> Float32Weights:
+        """Creates the float32 weights of the model's 16-bit variables."""
         raise NotImplementedError
 
     def build(self, variables: Variables) -> None:
@@ -175,37 +159,25 @@ class SixteenBitOptimizer(
         variables = list(variables)
         optimizers.remember(self, variables)
         with keras_variables.outside_of_tracing(variables):
-            self._store = self.make_stand_ins(variables)
+            self._store = self.make_float32_weights(variables)
             # Keras excludes variables from weight decay by identity, so the
-            # stand-ins must be excluded, too.
+            # float32 weights must be excluded, too.
             for worker in optimizers.workers(self.inner_optimizer):
                 if excluded := optimizers.undecayed(worker, variables):
                     targets = self._store.targets(excluded)
                     worker.exclude_from_weight_decay(var_list=targets)
-            creating = self._creating_eight_bits()
-            with self._store.creating_slots(), creating as states:
+            with self._store.creating_slots(), self._creating_eight_bits():
                 self.inner_optimizer.build(self._store.targets(variables))
-            self._store.states = states
         self.built = True
 
     def _creating_eight_bits(self) -> contextlib.AbstractContextManager:
         if not eight_bit_slots.has_eight_bits(self.slot_dtype):
-            return contextlib.nullcontext({})
+            return contextlib.nullcontext()
         return eight_bit_slots.creating(
             self.inner_optimizer,
-            self._store.keeps_float32_slots,
+            functools.partial(eight_bit_slots.keeps_float32, self.slot_dtype),
             self.draw_noise,
         )
-
-    def exclude_from_weight_decay(
-        self, var_list: Variables | None = None, var_names: Any = None
-    ) -> None:
-        """Excludes variables and their stand-ins; see `DelegatesToInner`."""
-        if self.built:
-            known = optimizers.remembered(self)
-            excluded = optimizers.named(known, var_list, var_names)
-            var_list, var_names = self._store.targets(excluded), None
-        super().exclude_from_weight_decay(var_list, var_names)
 
     def scale_loss(self, loss: Any) -> Any:
         """Scales the loss like the inner optimizer."""
@@ -234,49 +206,20 @@ class SixteenBitOptimizer(
         with replicas.one_replica([*self.variables, *known], self):
             self._store.refresh()
             routed, targets = self._store.route(grads, variables)
-            with block_updates.on_cpu(
-                self.inner_optimizer, self._store.states, self.seed_variable
-            ):
-                self.inner_optimizer.apply(routed, targets)
+            self.inner_optimizer.apply(routed, targets)
             self._store.write_back()
 
     def finalize_variable_values(self, var_list: Variables) -> None:
         """Assigns the inner optimizer's final (averaged) weights."""
-        self._on_each_replica(self._finalize)
-
-    def swap_averages(self) -> None:
-        """Swaps the float32 weights with their averages (`use_ema=True`)."""
-        self._on_each_replica(self._swap_averages)
-
-    def overwrite_averages(self) -> None:
-        """Copies the weights, as `swap_averages` left them, to the averages."""
-        self._on_each_replica(self._overwrite_averages)
-
-    def _on_each_replica(self, action: Callable[[], None]) -> None:
         if self.built:
-            replicas.run_on_each(self, action, self._store.traced)
-
-    @contextlib.contextmanager
-    def _stand_ins(self) -> Iterator[StandIns]:
-        """Refreshes the stand-ins, and writes back what the block changes."""
-        self._store.refresh()
-        yield self._store
-        self._store.write_back()
+            replicas.run_on_each(self, self._finalize, self._store.traced)
 
     def _finalize(self) -> None:
-        with self._stand_ins() as store:
-            targets = store.targets(optimizers.remembered(self))
-            self.inner_optimizer.finalize_variable_values(targets)
-
-    def _swap_averages(self) -> None:
-        with self._stand_ins() as store:
-            for target, average in optimizers.averages(self.inner_optimizer):
-                store.swap(target, average)
-
-    def _overwrite_averages(self) -> None:
-        with self._stand_ins() as store:
-            for target, average in optimizers.averages(self.inner_optimizer):
-                store.overwrite(target, average)
+        store = self._store
+        store.refresh()
+        targets = store.targets(optimizers.remembered(self))
+        self.inner_optimizer.finalize_variable_values(targets)
+        store.write_back()
 
     def read_float32(self, variable: keras.Variable) -> Any:
         """Returns the float32 value behind a model's variable, as a tensor.
@@ -346,12 +289,6 @@ def owner(optimizer: Any) -> SixteenBitOptimizer | None:
         if isinstance(candidate, SixteenBitOptimizer):
             return candidate
     return None
-
-
-def stand_ins(optimizer: Any) -> StandIns | None:
-    """Returns the stand-ins of an optimizer, `None` until it is built."""
-    sixteen = owner(optimizer)
-    return sixteen._store if sixteen is not None and sixteen.built else None
 
 
 def _check_inner(

@@ -2,10 +2,7 @@
 
 import dataclasses
 import importlib.util
-import os
-import pathlib
 import re
-from collections.abc import Collection
 
 import keras
 
@@ -17,9 +14,6 @@ BFLOAT16_CAPABILITY = (8, 0)
 FLOAT16_CAPABILITY = (7, 0)
 # Tensor Cores take float8 from Ada and Hopper on.
 FLOAT8_CAPABILITY = (8, 9)
-# Linux lists these flags for CPUs with bfloat16 products: AMX and vectors.
-BFLOAT16_FLAGS = frozenset(("amx_bf16", "avx512_bf16"))
-CPU_INFO = pathlib.Path("/proc/cpuinfo")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +71,6 @@ def describe(
     name: str,
     backend: str,
     compute_capability: tuple[int, int] | None = None,
-    flags: Collection[str] = (),
 ) -> Device:
     """Builds the record of a device from the facts a backend gives.
 
@@ -86,7 +79,6 @@ def describe(
         name: The name the backend gives it.
         backend: The Keras backend that lists it.
         compute_capability: A GPU's `(major, minor)`, if known.
-        flags: A CPU's features, as Linux names them.
 
     Examples:
         >>> describe("GPU", "Tesla V100", "tensorflow", (7, 0)).bfloat16
@@ -97,11 +89,6 @@ def describe(
     # A TPU has no float16 units, and XLA compiles no float16 products for it.
     float16 = version >= FLOAT16_CAPABILITY
     bfloat16 = kind == "TPU" or version >= BFLOAT16_CAPABILITY
-    # TensorFlow's CPU kernels (oneDNN) use these units: two transformer blocks
-    # trained 2.6 times as fast on an EPYC. XLA, and so JAX, widens a product
-    # that returns bfloat16 to float32.
-    if kind == "CPU" and backend == "tensorflow":
-        bfloat16 = not BFLOAT16_FLAGS.isdisjoint(flags)
     float8 = version >= FLOAT8_CAPABILITY
     return Device(kind, name, capability, float16, bfloat16, float8, backend)
 
@@ -154,12 +141,7 @@ def suited_policy(usable: tuple[Device, ...]) -> tuple[str, str]:
     """
     accelerators = [device for device in usable if device.kind != "CPU"]
     if not accelerators:
-        if usable and all(device.bfloat16 for device in usable):
-            return "mixed_bfloat16", "a CPU with bfloat16 units"
-        return "float32", (
-            "only CPUs were found, and of these only ones with AMX or "
-            "AVX512-BF16 are faster in bfloat16, under TensorFlow"
-        )
+        return "float32", "only CPUs were found"
     weakest = min(accelerators, key=_rank)
     who, capability = weakest.name, weakest.compute_capability
     if capability is not None:
@@ -201,24 +183,8 @@ def _read_tensorflow() -> list[Device]:
             details = tf.config.experimental.get_device_details(device)
         name = details.get("device_name", device.name)
         capability = _capability(details.get("compute_capability"))
-        flags = _cpu_flags() if kind == "CPU" else ()
-        listed.append(describe(kind, name, "tensorflow", capability, flags))
+        listed.append(describe(kind, name, "tensorflow", capability))
     return listed
-
-
-def _cpu_flags() -> Collection[str]:
-    """Returns the CPU features that TensorFlow's kernels may use.
-
-    Only Linux on x86 lists them, and only oneDNN uses them.
-    """
-    if os.environ.get("TF_ENABLE_ONEDNN_OPTS") == "0":
-        return ()
-    try:
-        text = CPU_INFO.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ()
-    lines = (line.partition(":") for line in text.splitlines())
-    return next((v.split() for k, _, v in lines if k.strip() == "flags"), ())
 
 
 def _read_jax() -> list[Device]:

@@ -1,7 +1,7 @@
 """`Policy`: a dtype policy with a list of what stays in float32."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -225,7 +225,7 @@ class Policy(keras.DTypePolicy):
         for field in _SETTINGS:
             value = getattr(self, field)
             if value != getattr(default, field):
-                shown.append(f"{field}={_shown(field, value)}")
+                shown.append(f"{field}={value!r}")
         return f"Policy({', '.join(shown)})"
 
     def __eq__(self, other: object) -> bool:
@@ -302,31 +302,6 @@ def plain(policy: keras.DTypePolicy) -> keras.DTypePolicy:
 def _default(name: str) -> Policy:
     """Returns the policy with the default rules of a dtype or a level."""
     return Policy(name)
-
-
-def _shown(field: str, value: Any) -> str:
-    """Returns a setting as code; a default list as the changes to it."""
-    make = _DEFAULT_LISTS.get(field)
-    if make is not None:
-        default: list[Any] = make()
-        added = [entry for entry in value if entry not in default]
-        removed = [entry for entry in default if entry not in value]
-        changes = {"add": added, "remove": removed}
-        parts = [
-            f"{name}={entries!r}"
-            for name, entries in changes.items()
-            if entries
-        ]
-        few = len(added) + len(removed) < len(value)
-        if few and value == make(**changes):
-            return f"tfmix.Policy.{make.__name__}({', '.join(parts)})"
-    return repr(value)
-
-
-_DEFAULT_LISTS: dict[str, Callable[..., list]] = {
-    "float32_layers": layer_rules.default_float32_layers,
-    "float32_ops": op_rules.default_float32_ops,
-}
 
 
 def is_sixteen_bit(policy: keras.DTypePolicy) -> bool:

@@ -33,8 +33,8 @@ def all_finite(tensors: Any) -> Any:
     """Returns whether no tensor holds an infinity or a NaN.
 
     Reads each tensor once and copies nothing to the host. Sparse gradients
-    (`tf.IndexedSlices`, JAX's `BCOO`) are checked on their values and on the
-    sums of the rows that several values share, never as a dense tensor.
+    (`tf.IndexedSlices`, JAX's `BCOO`) are finite if the magnitudes of their
+    values have a finite sum, so that no row overflows when it is summed.
 
     Args:
         tensors: A tensor, or any nest of lists, tuples and dicts of tensors
@@ -50,9 +50,7 @@ def all_finite(tensors: Any) -> Any:
         False
     """
     leaves = [
-        leaf
-        if gradients.is_sparse(leaf) or gradients.is_sparse_of_jax(leaf)
-        else ops.convert_to_tensor(leaf)
+        ops.convert_to_tensor(leaf) if gradients.values(leaf) is leaf else leaf
         for leaf in tree.flatten(tensors)
         if leaf is not None
     ]
@@ -76,10 +74,7 @@ def not_finite(tensors: Sequence) -> Any:
 
 
 def _not_finite(tensors: Sequence) -> Any:
-    tensors = [
-        gradients.summed(t) if gradients.is_sparse_of_jax(t) else t
-        for t in tensors
-    ]
+    tensors = [*map(_dense, tensors)]
     if not tracing.by_xla():
         all_fine = [tensor is None or is_finite(tensor) for tensor in tensors]
         return ops.logical_not(ops.stack(all_fine))
@@ -96,8 +91,6 @@ def _not_finite_alike(tensors: list) -> Any:
 
 def is_finite(tensor: Any) -> Any:
     """Returns a boolean scalar tensor: whether all numbers are finite."""
-    if gradients.is_sparse(tensor):
-        return _is_finite_sparse(tensor)
     dtype = keras.backend.standardize_dtype(tensor.dtype)
     if dtype.startswith("complex"):
         parts = ops.real(tensor), ops.imag(tensor)
@@ -109,26 +102,22 @@ def is_finite(tensor: Any) -> Any:
 
 def _is_apart(tensor: Any) -> bool:
     """Returns whether no kernel can read a tensor together with others."""
-    if tensor is None or gradients.is_sparse(tensor) or None in tensor.shape:
+    if tensor is None or None in tensor.shape:
         return True
     return not gradients.is_float(tensor)
 
 
-def _is_finite_sparse(slices: Any) -> Any:
+def _dense(tensor: Any) -> Any:
+    """Returns a dense tensor unchanged, and a number for a sparse one."""
+    values = gradients.values(tensor)
+    if values is tensor:
+        return tensor
     # The optimizer sums the values of a row. No partial sum exceeds the sum of
-    # all magnitudes, so every row is finite if the format holds that sum.
-    total = tf.reduce_sum(tf.cast(tf.abs(slices.values), tf.float32))
-
-    def by_rows() -> Any:
-        return is_finite(gradients.summed(slices))
-
-    fits = total <= tf.cast(slices.dtype.real_dtype.max, tf.float32)
-    if tracing.by_xla():
-        return tf.logical_or(fits, by_rows())
-    return tf.cond(fits, lambda: tf.constant(True), by_rows)
+    # all magnitudes.
+    return ops.sum(ops.abs(gradients.widened(values)))
 
 
-def take(
+def apply_step(
     optimizer: Any,
     grads: Sequence,
     variables: Sequence,
@@ -136,11 +125,8 @@ def take(
     *,
     assigned: Sequence,
     counters: Sequence,
-    count: Callable[[Any, Any, list, list], None],
+    count: Callable[[Any, Any, list], None],
     unscale: Callable[[Sequence, Sequence], list] = gradients.in_float32,
-    checks_unscaled: bool = False,
-    reduce_dtype: str | None = None,
-    reduce_factor: Any = None,
 ) -> Any:
     """Sums gradients over replicas, checks them, and updates or skips.
 
@@ -154,22 +140,14 @@ def take(
         assigned: All variables that `update` may assign to.
         counters: The variables that `count` may assign to besides.
         count: Gets whether the step was applied, a flag for each variable of
-            the optimizer whose gradient was not finite, the unscaled gradients,
-            and the summed ones.
+            the optimizer whose gradient was not finite, and the unscaled
+            gradients.
         unscale: Turns summed gradients into unscaled float32 ones.
-        checks_unscaled: Whether unscaled gradients may be infinite where the
-            summed ones are not.
-        reduce_dtype: The dtype of the sum over replicas; `None` for that of
-            each gradient.
-        reduce_factor: What multiplies them before the sum and divides them
-            after it.
 
     Returns:
         Whether the step was applied: a bool, or a boolean scalar tensor.
     """
-    summed = replicas.sum_gradients(
-        list(grads), list(variables), reduce_dtype, reduce_factor
-    )
+    summed = replicas.sum_gradients(grads, variables)
     with (
         replicas.one_replica([*assigned, *counters], optimizer),
         # Gradients are float32 from here on: the rules of a model's step would
@@ -178,14 +156,13 @@ def take(
     ):
         unscaled = unscale(summed, variables)
         local = [*map(keras_variables.local, variables)]
-        checked = gradients.narrow_if_dense(summed, unscaled)
         applied, bad = apply_if_finite(
-            unscaled if checks_unscaled else checked,
+            unscaled,
             functools.partial(update, unscaled, local),
             assigned,
         )
         bad = by_variable(bad, optimizer, variables)
-        count(applied, bad, unscaled, summed)
+        count(applied, bad, unscaled)
     return applied
 
 
@@ -206,15 +183,14 @@ def apply_if_finite(
     """
     bad = _bad_of_step(list(grads))
     applied = _known(ops.logical_not(ops.any(bad)))
-    update = functools.partial(_as_chosen, update)
-    if isinstance(applied, bool):
-        if applied:
-            update()
-    elif tracing.by_xla():
-        with keras_variables.selecting(applied, variables):
-            update()
-    else:
-        tf.cond(applied, _then(update), _then(None))
+    # An optimizer computes in the dtypes of its variables: the rules of a
+    # model's step only cost time here.
+    with context_values.holding(is_chosen=True, rules=context_values.NO_RULES):
+        if _is_selected(applied):
+            with keras_variables.selecting(applied, variables):
+                update()
+        else:
+            _branch(applied, update, None)
     return applied, bad
 
 
@@ -226,20 +202,17 @@ def restore_unless(applied: Any, pairs: Sequence[tuple[Any, Any]]) -> None:
         pairs: The variables that were `written`, each with its value before the
             step.
     """
-    applied = _known(applied)
 
     def restore(stays: Any = False) -> None:
         for variable, old in pairs:
             new = keras_variables.read(variable)
             variable.assign(kernels.select(stays, new, old))
 
-    if isinstance(applied, bool):
-        if not applied:
-            restore()
-    elif tracing.by_xla():
+    applied = _known(applied)
+    if _is_selected(applied):
         restore(applied)
     elif pairs:
-        tf.cond(applied, _then(None), _then(restore))
+        _branch(applied, None, restore)
 
 
 def either(condition: Any, function: Callable[[], Any]) -> Any:
@@ -250,11 +223,9 @@ def either(condition: Any, function: Callable[[], Any]) -> Any:
         function: Returns a bool or boolean scalar tensor, and changes nothing.
     """
     condition = _known(condition)
-    if isinstance(condition, bool):
-        return condition or _known(function())
-    if tracing.by_xla():
+    if _is_selected(condition):
         return ops.logical_or(condition, function())
-    return tf.cond(condition, _then(None), function)
+    return _branch(condition, None, function)
 
 
 def written(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
@@ -292,22 +263,24 @@ def is_chosen() -> bool:
     return context_values.block.get().is_chosen
 
 
-def _as_chosen(update: Callable[[], Any]) -> None:
-    # An optimizer computes in the dtypes of its variables: the rules of a
-    # model's step only cost time here.
-    with context_values.holding(is_chosen=True, rules=context_values.NO_RULES):
-        update()
+def _is_selected(condition: Any) -> bool:
+    """Returns whether values are selected by a condition, without a branch."""
+    return not isinstance(condition, bool) and tracing.by_xla()
 
 
-def _then(function: Callable[[], Any] | None) -> Callable[[], Any]:
-    """Returns a branch of a conditional, which has to return a tensor."""
+def _branch(
+    condition: Any, if_true: Callable | None, if_false: Callable | None
+) -> Any:
+    """Runs one of two functions; returns its result, `True` for nothing."""
 
-    def branch() -> Any:
-        if function is not None:
-            function()
-        return tf.constant(True)
+    def run(function: Callable | None) -> Any:
+        result = None if function is None else function()
+        return True if result is None else result
 
-    return branch
+    if isinstance(condition, bool):
+        return run(if_true if condition else if_false)
+    both = (functools.partial(run, each) for each in (if_true, if_false))
+    return tf.cond(condition, *both)
 
 
 def _known(condition: Any) -> Any:

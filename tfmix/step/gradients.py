@@ -1,6 +1,7 @@
 """What happens to a gradient, dense or sparse, before a step takes it."""
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,9 +12,7 @@ from tfmix._keras import kernels, tracing
 from tfmix._keras import variables as keras_variables
 from tfmix.ops import tensors
 
-if keras.backend.backend() == "tensorflow":
-    import tensorflow as tf
-else:
+if keras.backend.backend() == "jax":
     from jax.experimental import sparse
 
 # Beyond 2^126 a scale's reciprocal is subnormal, which XLA flushes to zero.
@@ -56,18 +55,6 @@ def _of_gradients(
     return [
         gradient if gradient is None or is_kept else function(gradient)
         for gradient, is_kept in zip(grads, kept, strict=True)
-    ]
-
-
-def narrow_if_dense(grads: Sequence, true: Sequence) -> list:
-    """Returns what to check: dense gradients as given, sparse ones in float32.
-
-    Fewer bytes are read so. The rows of sparse gradients are summed, in
-    float32.
-    """
-    return [
-        wide if is_sparse(gradient) else gradient
-        for gradient, wide in zip(grads, true, strict=True)
     ]
 
 
@@ -129,16 +116,6 @@ def widened(gradient: Any) -> Any:
     return _on_values(tensors.to_float32, gradient) if narrow else gradient
 
 
-def norm(true: Sequence, variables: Sequence) -> Any:
-    """Returns the float32 norm of all unscaled gradients together."""
-    squares = [
-        ops.sum(ops.square(ops.cast(summed(gradient), "float32")))
-        for gradient in without_values(true, variables)
-        if gradient is not None
-    ]
-    return ops.sqrt(sum(squares, ops.zeros(())))
-
-
 def without_values(grads: Sequence, variables: Sequence) -> list:
     """Returns gradients without the values that overwrite their variables."""
     return [
@@ -148,7 +125,7 @@ def without_values(grads: Sequence, variables: Sequence) -> list:
     ]
 
 
-def become_infinite(gradients: Sequence) -> list[bool]:
+def keep_overflow_visible(gradients: Sequence) -> list[bool]:
     """Returns which gradients say why they are not finite.
 
     `blames_data` reads that from them. A model's gates return NaN for all
@@ -185,18 +162,11 @@ def blames_data(gradients: Sequence, both: Callable) -> Any:
     Returns:
         Boolean scalar tensor; `False` if there is no gradient.
     """
-    values = [
-        g.data if is_sparse_of_jax(g) else getattr(g, "values", g)
-        for g in gradients
-        if g is not None
-    ]
-    values = [value for value in values if 0 not in tuple(value.shape)]
-    values = [
-        value
-        for value, says in zip(values, become_infinite(values), strict=True)
-        if says
-    ]
-    if not values:
+    numbers = [values(each) for each in gradients if each is not None]
+    numbers = [value for value in numbers if 0 not in tuple(value.shape)]
+    says_why = keep_overflow_visible(numbers)
+    numbers = [*itertools.compress(numbers, says_why)]
+    if not numbers:
         return False
     # The first variable gets gradients from everything after it. The last one
     # may belong to the one head whose loss is not finite. Scalars fuse with the
@@ -204,7 +174,7 @@ def blames_data(gradients: Sequence, both: Callable) -> Any:
     # first, a TPU would copy all of it.
     first, last = (
         ops.isnan(ops.reshape(value[(slice(1),) * len(value.shape)], ()))
-        for value in (values[0], values[-1])
+        for value in (numbers[0], numbers[-1])
     )
     return both(first, last)
 
@@ -226,19 +196,8 @@ def is_sparse_of_jax(tensor: Any) -> bool:
     return on_jax and isinstance(tensor, sparse.BCOO)
 
 
-def summed(tensor: Any) -> Any:
-    """Returns a dense tensor unchanged, and sums of a sparse one's rows.
-
-    Zeros follow the sums, so that there are as many rows as values.
-    """
+def values(tensor: Any) -> Any:
+    """Returns the values of a sparse tensor, and a dense one unchanged."""
     if is_sparse_of_jax(tensor):
-        return tensor.sum_duplicates(nse=tensor.nse).data
-    if not is_sparse(tensor):
-        return tensor
-    # XLA compiles `tf.unique` to a loop with an iteration for each value.
-    order = tf.argsort(tensor.indices)
-    rows, count = tf.gather(tensor.indices, order), tf.size(order)
-    is_next = tf.cast(rows[1:] != rows[:-1], tf.int32)
-    position = tf.cumsum(tf.pad(is_next, [[1, 0]]))[:count]
-    values = tf.gather(tensor.values, order)
-    return tf.math.unsorted_segment_sum(values, position, count)
+        return tensor.data
+    return tensor.values if is_sparse(tensor) else tensor

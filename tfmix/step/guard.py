@@ -1,10 +1,10 @@
 """Undoes what a bad batch has written in a train step, or in a call.
 
 Each `apply` in a step, of any optimizer, reports to the record of the step.
-Keras's own step calls one `apply`, in no branch: what that reports is the
-answer. Elsewhere TensorFlow counts the reports in a variable, which every
-branch of a conditional reaches. Under JAX a step is a function of its state, so
-the optimizer's own counters are used; they are part of that state.
+Counters say what it did, since every branch of a conditional reaches them. They
+are those of the model's optimizer. A step of the user's own may use others, so
+TensorFlow counts all reports in it. Under JAX a step is a function of its
+state, of which only the optimizer's own counters are a part.
 """
 
 import contextlib
@@ -152,15 +152,12 @@ class Step:
         model: The model whose step it is.
         is_own: Whether the user wrote the `train_step`. Keras's own applies
             gradients once, whatever happens.
-        counter: TensorFlow's `Counter`; `None` under JAX, and where no branch
-            has to reach it.
+        counter: The `Counter` of a step of the user's own (TensorFlow), else
+            `None`.
         watched: The `id`s of what a guard restores if the step is skipped.
         updated: The `id`s of the variables that an `apply` got.
         scaled: The `id`s of the optimizers that scaled a loss.
-        flags: What the `apply`s reported that the step itself called, not a
-            branch in it.
-        trace: The `tracing.trace` of the step.
-        counts: What the counter held when the step began.
+        has_reported: Whether any `apply` has reported.
     """
 
     model: keras.Model
@@ -169,37 +166,13 @@ class Step:
     watched: frozenset[int] = frozenset()
     updated: set[int] = dataclasses.field(default_factory=set)
     scaled: set[int] = dataclasses.field(default_factory=set)
-    flags: list[Any] = dataclasses.field(default_factory=list)
-    trace: Any = dataclasses.field(default_factory=tracing.trace)
-    counts: Any = None
-
-    def outcome(self) -> Outcome:
-        """Returns what the `apply`s did; without a counter, in no branch."""
-        if self.counter is not None:
-            return self.counter.since(self.counts)
-        skips = [ops.logical_not(applied) for applied in self.flags]
-        return Outcome(_any(self.flags), _any(skips))
+    has_reported: bool = False
 
 
-def around() -> Step | None:
+def current_step() -> Step | None:
     """Returns the train step around the caller, `None` if there is none."""
     step: Step | None = context_values.block.get().step
     return step
-
-
-@contextlib.contextmanager
-def step(
-    model: keras.Model, counter: "Counter | None", watched: Iterable[int]
-) -> Iterator[Step]:
-    """Makes every `apply` inside a block report to one step."""
-    if (outside := around()) is not None:
-        # What happens in this step happens in that one, too.
-        counter = outside.counter or counter
-    counts = None if counter is None else counter.read()
-    is_own = training.has_own_step(model)
-    new = Step(model, is_own, counter, frozenset(watched), counts=counts)
-    with context_values.holding(step=new):
-        yield new
 
 
 def note_update(variables: Iterable) -> None:
@@ -209,7 +182,7 @@ def note_update(variables: Iterable) -> None:
         variables: The variables. If the step has written one itself before, as
             a search for flat minima does, the optimizer does not own it alone.
     """
-    if (step := around()) is not None:
+    if (step := current_step()) is not None:
         # It is not known for an eager step, or under JAX.
         on_tensorflow = keras.backend.backend() == "tensorflow"
         step.updated |= {
@@ -225,10 +198,9 @@ def report(applied: Any) -> None:
     Args:
         applied: Bool or boolean scalar tensor, whether it changed anything.
     """
-    if (step := around()) is None:
+    if (step := current_step()) is None:
         return
-    if tracing.trace() == step.trace:
-        step.flags.append(applied)
+    step.has_reported = True
     if step.counter is not None:
         step.counter.add(applied)
 
@@ -248,12 +220,13 @@ class Counter:
         """The variable with the counts, once it exists."""
         return [] if self._counts is None else [self._counts]
 
-    def read(self) -> Any:
-        """Returns the counts, int32 of shape `(2,)`; creates the variable."""
+    def read(self) -> list:
+        """Returns both counts; creates the variable."""
         if self._counts is None:
             replicas.once_for_all(self._create)
         with replicas.one_replica([self._counts]):
-            return keras_variables.read(self._counts)
+            counts = keras_variables.read(self._counts)
+        return [counts[0], counts[1]]
 
     def add(self, applied: Any) -> None:
         """Counts one `apply`."""
@@ -261,41 +234,35 @@ class Counter:
         with replicas.one_replica([self._counts]):
             self._counts.assign_add(ops.cast(flags, "int32"))
 
-    def since(self, before: Any) -> Outcome:
-        """Returns what happened since the counts were read."""
-        more = self.read() > before
-        return Outcome(more[0], more[1])
-
     def _create(self) -> None:
         self._counts = keras.Variable(
             np.zeros(2), "zeros", "int32", trainable=False
         )
 
 
-def of_optimizer(
-    optimizer: Any, is_own: bool, before: Callable, after: Callable
-) -> Outcome:
-    """Returns what an optimizer did between two states (JAX).
-
-    Args:
-        optimizer: The optimizer. An unwrapped one counts no skipped steps, so a
-            skip in a user's own step cannot be known.
-        is_own: Whether the user wrote the `train_step`.
-        before: Returns a variable's value before the step.
-        after: Returns its current value.
-    """
-    applies = optimizers.applies(optimizer)
-    applied = ops.not_equal(before(applies), after(applies))
+def _counters(optimizer: Any) -> list[keras.Variable]:
+    """Lists the variables that count an optimizer's applied, skipped steps."""
+    if optimizer is None:
+        return []
     skips = getattr(optimizer, "skips", None)
-    if skips is not None:
-        skipped = ops.not_equal(before(skips), after(skips))
-    else:
-        skipped = False if is_own else ops.logical_not(applied)
-    return Outcome(applied, skipped)
+    applies = optimizers.applies(optimizer)
+    return [applies] if skips is None else [applies, skips]
 
 
-def _any(flags: list) -> Any:
-    return functools.reduce(ops.logical_or, flags) if flags else False
+def outcome_from_counters(step: Step, before: list, after: list) -> Outcome:
+    """Returns what a step did, from the counts before and after it.
+
+    An unwrapped optimizer counts no skipped steps, so a skip in a user's own
+    step cannot be known (JAX).
+    """
+    if not step.has_reported:
+        return Outcome(False, False)
+    applied, *skipped = (
+        ops.not_equal(*pair) for pair in zip(before, after, strict=True)
+    )
+    if not skipped:
+        skipped = [False if step.is_own else ops.logical_not(applied)]
+    return Outcome(applied, skipped[0])
 
 
 class _Guard:
@@ -325,14 +292,19 @@ class _Guard:
             for variable in watched
         }
 
-        counter = None if self._applies_once() else self._counter
+        counters = _counters(self._model.optimizer)
+
+        def read_counters() -> list:
+            if step.is_own and step.counter is not None:
+                return step.counter.read()
+            with replicas.one_replica(counters):
+                return [*map(keras_variables.read, counters)]
+
         # A model, or a metric, may be built in its first step.
-        with (
-            keras_variables.noting_new(before),
-            self._step(watched, counter) as step,
-        ):
+        with keras_variables.noting_new(before), self._step(watched) as step:
+            counts = read_counters()
             logs = original(*args, **kwargs)
-            outcome = step.outcome()
+            outcome = outcome_from_counters(step, counts, read_counters())
         return self._put_back(step, outcome, before, logs)
 
     def _on_jax(self, original: Callable, *args: Any, **kwargs: Any) -> tuple:
@@ -353,32 +325,32 @@ class _Guard:
             mapping += zip(group, new, strict=True)
             before |= zip(map(id, group), old, strict=True)
 
-        def held(variable: keras.Variable) -> Any:
-            return before[id(variable)]
-
+        counters = _counters(model.optimizer)
         with keras.StatelessScope(state_mapping=mapping) as scope:
             value = scope.get_current_value
-            outcome = step.outcome()
-            if not self._applies_once():
-                outcome = of_optimizer(
-                    model.optimizer, step.is_own, held, value
-                )
+            counts = [before[id(counter)] for counter in counters]
+            outcome = outcome_from_counters(
+                step, counts, [*map(value, counters)]
+            )
             logs = self._put_back(step, outcome, before, logs)
         return logs, tuple([*map(value, group)] for group in groups)
 
-    def _applies_once(self) -> bool:
-        """Says whether a step calls one `apply`, and in no branch."""
-        model = self._model
-        is_own = training.has_own_step(model)
-        return not is_own and optimizers.is_applied_in_place(model.optimizer)
-
-    def _step(
-        self, watched: Iterable, counter: Any = None
-    ) -> contextlib.AbstractContextManager:
-        """Records what the `apply`s of a block do, in a `Step`."""
+    @contextlib.contextmanager
+    def _step(self, watched: Iterable) -> Iterator[Step]:
+        """Makes every `apply` inside a block report to one step."""
         if self.asked_for:
             _check_optimizer(self._model)
-        return step(self._model, counter, map(id, watched))
+        is_own, outside = training.has_own_step(self._model), current_step()
+        counter = self._counter if is_own else None
+        if outside is not None:
+            # What happens in this step happens in that one, too.
+            counter = outside.counter or counter
+        ids = frozenset(map(id, watched))
+        new = Step(self._model, is_own, counter, ids)
+        with context_values.holding(step=new):
+            yield new
+        if outside is not None:
+            outside.has_reported = outside.has_reported or new.has_reported
 
     def _put_back(
         self,
@@ -417,7 +389,7 @@ class _Guard:
     def _undo_users_step(
         self, outcome: Outcome, watched: list, pairs: Callable
     ) -> Any:
-        """Undoes what a step of the user's own wrote for skipped `apply`s.
+        """Undoes what a user's step wrote although every `apply` was skipped.
 
         Args:
             outcome: What its `apply`s did.
@@ -444,7 +416,9 @@ class _Guard:
         # became NaN. Sums of gradients that it has made NaN stay NaN, so
         # that the later `apply` skips them and counts that.
         only_skipped = ops.logical_and(skipped, ops.logical_not(applied))
-        finite.restore_unless(ops.logical_not(only_skipped), _mended(watched))
+        finite.restore_unless(
+            ops.logical_not(only_skipped), _values_to_restore(watched)
+        )
         keeps_new = ops.logical_or(applied, ops.logical_not(is_bad))
         for of_layer, is_lost in zip(of_layers, lost, strict=True):
             keeps_layer = ops.logical_and(keeps_new, ops.logical_not(is_lost))
@@ -542,7 +516,7 @@ class _Guard:
         return {"guarded": {**saved, "class_name": _IMPORT}, **config}
 
 
-def _mended(pairs: list) -> list:
+def _values_to_restore(pairs: list) -> list:
     """Returns the values that a skipped step of the user's own restores.
 
     A user's step may sum gradients over a group of batches. If a sum was NaN
@@ -586,7 +560,7 @@ def statistics_kept_finite(
         return
     unlisted = layers.unlisted_variables(model)
     variables = [*model.non_trainable_variables, *unlisted]
-    step = around()
+    step = current_step()
     if step is not None and step.is_own:
         # The guard restores the others.
         variables = [v for v in variables if id(v) not in step.watched]
@@ -623,13 +597,11 @@ def _any_lost(written: list) -> Any:
     if not floats:
         return False
     new = [keras_variables.read(variable) for variable, _ in floats]
+    old = [value for _, value in floats]
 
     def none_lost() -> Any:
-        lost = [
-            ops.any(_is_lost(old, value))
-            for (_, old), value in zip(floats, new, strict=True)
-        ]
-        return ops.logical_not(ops.any(ops.stack(lost)))
+        lost = map(_is_lost, old, new)
+        return ops.logical_not(ops.any(ops.stack([*map(ops.any, lost)])))
 
     # Nearly every step ends here.
     stays = finite.either(finite.all_finite(new), none_lost)

@@ -14,7 +14,6 @@ from typing import Any
 
 import keras
 
-from tfmix import _messages
 from tfmix._keras import optimizers, tracing
 from tfmix._keras import variables as keras_variables
 from tfmix.step import gradients
@@ -43,17 +42,6 @@ def check_strategy(strategy: Any = None) -> None:
             "MirroredStrategy, MultiWorkerMirroredStrategy, "
             "OneDeviceStrategy or TPUStrategy."
         )
-
-
-def drop_unsupported(config: dict) -> None:
-    """Drops settings from an optimizer's config that the backend lacks."""
-    if keras.backend.backend() != "tensorflow":
-        if dtype := config.pop("reduce_dtype", None):
-            _messages.warn(
-                "the optimizer was saved with reduce_dtype=%r, which is for "
-                "the sums of `tf.distribute`; under JAX it is left out.",
-                dtype,
-            )
 
 
 def check_replica_context() -> None:
@@ -94,17 +82,8 @@ def once_for_all(
     tf.distribute.get_replica_context().merge_call(made)
 
 
-def sum_gradients(
-    grads: Sequence,
-    variables: Sequence,
-    dtype: str | None = None,
-    factor: Any = None,
-) -> list:
-    """Sums each gradient over all replicas of all workers; `None`s stay.
-
-    With a `dtype` they are multiplied by `factor`, summed in that dtype, and
-    converted back.
-    """
+def sum_gradients(grads: Sequence, variables: Sequence) -> list:
+    """Sums each gradient over all replicas of all workers; `None`s stay."""
     # Some values overwrite their variable (Keras's scales of quantized products
     # and histories of maxima). The largest of these is used.
     result = list(grads)
@@ -117,7 +96,7 @@ def sum_gradients(
     maxed = {n for n in present if keras_variables.is_overwritten(variables[n])}
     # There is no reduction by maximum, so each replica adds its own row.
     sent = [
-        _as_row(grads[n]) if n in maxed else _sent(grads[n], dtype, factor)
+        _as_row(grads[n]) if n in maxed else _gathered(grads[n])
         for n in present
     ]
     # Tensors of one reduction are packed into a vector, so they share a dtype.
@@ -127,29 +106,15 @@ def sum_gradients(
             tf.distribute.ReduceOp.SUM, [sent[i] for i in alike]
         )
         for n, total in zip([present[i] for i in alike], sums, strict=True):
-            result[n] = (
-                _largest(total)
-                if n in maxed
-                else _received(total, grads[n].dtype, factor)
-            )
+            result[n] = _largest(total) if n in maxed else total
     return result
 
 
-def _sent(gradient: Any, dtype: str | None, factor: Any) -> Any:
-    if factor is not None:
-        factor = tf.cast(factor, gradient.dtype)
-        gradient = tf.math.scalar_mul(factor, gradient)
-    dtype = tf.as_dtype(dtype or gradient.dtype)
-    # Rows are gathered, and TensorFlow does not gather bfloat16.
-    gathered = dtype == tf.bfloat16 and gradients.is_sparse(gradient)
-    return tf.cast(gradient, tf.float32 if gathered else dtype)
-
-
-def _received(total: Any, dtype: Any, factor: Any) -> Any:
-    total = tf.cast(total, dtype)
-    if factor is not None:
-        total = tf.math.scalar_mul(1.0 / tf.cast(factor, dtype), total)
-    return total
+def _gathered(gradient: Any) -> Any:
+    # TensorFlow gathers sparse rows, but none in bfloat16.
+    if gradients.is_sparse(gradient) and gradient.dtype == tf.bfloat16:
+        return tf.cast(gradient, tf.float32)
+    return gradient
 
 
 def _as_row(tensor: Any) -> Any:

@@ -1,12 +1,13 @@
 """The command line: reads its words, then starts what they ask for.
 
 It imports nothing of tfmix before it has understood the words, so that help and
-a wrong word need not wait for TensorFlow. `tfmix_script.py` loads this file.
+a wrong word need not wait for TensorFlow. `tfmix_script.py` runs this file.
 """
 
 import argparse
 import contextlib
 import difflib
+import importlib.util
 import json
 import os
 import pathlib
@@ -69,8 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.name == "compile":  # it runs nothing on a GPU or a TPU
+    if options.name == "compile" and "keras" not in sys.modules:
+        # It runs nothing on a GPU or a TPU, and compiles what JAX runs.
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        if importlib.util.find_spec("jax") is not None:
+            os.environ["KERAS_BACKEND"] = "jax"
     with startup_log_held_back() as stderr:
         from rich import console
 
@@ -161,16 +165,12 @@ def _point_out_late_options(words: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def startup_log_held_back(only_of: str = "") -> Iterator[TextIO]:
+def startup_log_held_back() -> Iterator[TextIO]:
     """Holds back TensorFlow's startup log, unless it fails to start.
 
-    Its libraries write past Python, in part at any log level. `only_of` limits
-    this to one start in the process. It yields a stream to stderr that stays
-    open.
+    Its libraries write past Python, in part at any log level. It yields a
+    stream to stderr that stays open.
     """
-    if only_of and sys.orig_argv[1:3] != only_of.split()[1:3]:
-        yield sys.stderr
-        return
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     with tempfile.TemporaryFile() as log, os.fdopen(os.dup(2), "w") as stderr:
         os.dup2(log.fileno(), 2)
@@ -254,14 +254,15 @@ _LISTED = ", ".join(_POLICIES)
 _CHECK: _Options = {
     **_MODEL,
     "--data": _file(
-        ".npz with x and y (or inputs by name), or .npy with x", required=True
+        ".npz with x and y (or inputs by name), or .npy with x; the first 64 "
+        "rows are checked",
+        required=True,
     ),
     "--loss": {"help": "a loss of Keras (default: the compiled one)"},
     "--policy": {
         "help": f"{_LISTED} (default: the model's own, for a float32 model "
         "mixed_float16)"
     },
-    "--rows": {"type": int, "default": 64, "help": "rows to use (default: 64)"},
     "--suggest": _flag("suggest a policy with the layers at fault in float32"),
     "--verbose": _flag("print every layer, not the worst alone"),
     "--html": _file("write a report to this file"),
@@ -277,18 +278,7 @@ _COMPILE: _Options = {
         "(default: h200)",
     },
     "--batch-size": _ROWS,
-    "--devices": {
-        "type": int,
-        "default": 1,
-        "help": "how many share the batch (default: 1)",
-    },
-    "--policy": {
-        "help": f"{_LISTED}; several with commas between (default: the "
-        "model's own)"
-    },
-    "--optimizer": {"help": "a name of Keras's (default: the saved one)"},
-    "--loss": {"help": "a loss of Keras (default: the compiled one)"},
-    "--html": _file("write a report to this file"),
+    "--policy": {"help": f"{_LISTED} (default: the model's own)"},
 }
 _CONVERT: _Options = {
     "source": _file("a .keras file"),
@@ -350,7 +340,7 @@ _COMMANDS: dict[str, tuple[str, tuple[str, ...], _Options]] = {
         {},
     ),
     "doctor": (
-        "list versions, devices, policy and extras for a bug report",
+        "list versions, devices and policy for a bug report",
         ("", " --json"),
         {},
     ),
@@ -384,8 +374,8 @@ _COMMANDS: dict[str, tuple[str, tuple[str, ...], _Options]] = {
         "not here",
         (
             " model.keras --target h200 --batch-size 64",
-            " model.keras --target v5e --batch-size 64 --devices 4 --json",
-            " model.keras --batch-size 64 --policy float32,mixed_bfloat16",
+            " model.keras --target v5e --batch-size 64 --json",
+            " model.keras --batch-size 64 --policy mixed_bfloat16",
         ),
         _COMPILE,
     ),

@@ -5,7 +5,6 @@ import dataclasses
 import importlib.util
 import json
 import pathlib
-import re
 import textwrap
 from typing import Any
 
@@ -20,7 +19,7 @@ from tfmix.policy.devices import devices, suited_policy
 from tfmix.tools import demo
 from tfmix.tools.diagnostics import check, environment
 from tfmix.tools.hardware import advice as advise
-from tfmix.tools.hardware import compiling, model_batches
+from tfmix.tools.hardware import compiling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +41,7 @@ def run_devices(options: argparse.Namespace) -> Outcome:
 
 
 def run_doctor(options: argparse.Namespace) -> Outcome:
-    """Lists versions, backend, devices, policy and extras."""
+    """Lists versions, backend, devices and policy."""
     current = environment.environment()
     return Outcome(current, dataclasses.asdict(current))
 
@@ -51,16 +50,11 @@ def run_check(options: argparse.Namespace) -> Outcome:
     """Checks a saved model in 16 bit on a batch from a file."""
     if options.html:
         _check_folder(options.html)
-    x, y, total = read_batch(options.data, options.rows)
+    x, y = read_batch(options.data)
     # A given loss replaces the compiled one, which need not load then.
     model = load_model(options.model, compiled=options.loss is None)
     x = arranged(x, model)
     notes = []
-    if total > options.rows:
-        notes.append(
-            f"The first {options.rows} rows of the file were checked; see "
-            "--rows."
-        )
     if y is not None and not (options.loss or getattr(model, "loss", None)):
         y = None
         notes.append(
@@ -68,8 +62,8 @@ def run_check(options: argparse.Namespace) -> Outcome:
             "checked; give one with --loss."
         )
     try:
-        report = check.checked(
-            model, x, y, loss=options.loss, policy=options.policy, rows=None
+        report = check.check(
+            model, x, y, loss=options.loss, policy=options.policy
         )
     except Exception as error:
         # Keras adds the values of all arguments to an error of a layer.
@@ -83,7 +77,7 @@ def run_check(options: argparse.Namespace) -> Outcome:
         ) from error
     data = json.loads(report.to_json())
     if options.suggest:
-        policy = report.suggested_policy(progress=not options.json)
+        policy = report.suggested_policy()
         data["suggested_policy"] = repr(policy)
         known = report.policy.float32_layers
         added = [layer for layer in policy.float32_layers if layer not in known]
@@ -104,36 +98,21 @@ def run_advise(options: argparse.Namespace) -> Outcome:
     # The state of an optimizer that was saved with the model counts, too.
     model = _loaded(options.model)
     shape = options.input_shape and tuple(options.input_shape)
-    try:
-        advice = advise.advise(
-            model, options.batch_size, input_shape=shape, target=options.target
-        )
-    except model_batches.InputShapeError as error:
-        sizes = " ".join(map(str, error.example))
-        raise ValueError(
-            f"{error.text} Write the sizes of one row, as in `--input-shape "
-            f"{sizes}`."
-        ) from error
+    advice = advise.advise(
+        model, options.batch_size, input_shape=shape, target=options.target
+    )
     return Outcome(advice, json.loads(advice.to_json()))
 
 
 def run_compile(options: argparse.Namespace) -> Outcome:
     """Compiles a saved model's training step for another machine."""
-    if options.html:
-        _check_folder(options.html)
-    policies = options.policy and re.split(r",\s*", options.policy)
     model = _loaded(options.model)
     step = compiling.compile_for(
         model,
         options.batch_size,
         target=options.target,
-        devices=options.devices,
-        optimizer=options.optimizer,
-        loss=options.loss,
-        policy=policies if policies and len(policies) > 1 else options.policy,
+        policy=options.policy,
     )
-    if options.html:
-        step.to_html(options.html)
     return Outcome(step, json.loads(step.to_json()))
 
 
@@ -227,23 +206,16 @@ def _check_folder(path: pathlib.Path) -> None:
         )
 
 
-def read_batch(path: pathlib.Path, rows: int) -> tuple[Any, Any, int]:
-    """Reads `x`, or inputs by name, and `y` from `.npz`, `x` from `.npy`.
-
-    It returns the first rows of each, and the number of rows in the file.
-    """
-    if rows < 1:
-        raise ValueError(f"`rows` must be at least 1. Received: rows={rows!r}.")
+def read_batch(path: pathlib.Path) -> tuple[Any, Any]:
+    """Reads `x`, or inputs by name, and `y` from `.npz`, `x` from `.npy`."""
     _check_file(
         path, "Write one with `numpy.savez('NAME.npz', x=inputs, y=targets)`."
     )
     try:
         loaded = np.load(path, allow_pickle=False)
         if isinstance(loaded, np.ndarray):
-            return loaded[:rows], None, len(loaded)
-        whole = {name: loaded[name] for name in loaded.files}
-        total = max(map(len, whole.values()), default=0)
-        arrays = {name: array[:rows] for name, array in whole.items()}
+            return loaded, None
+        arrays = {name: loaded[name] for name in loaded.files}
     except Exception as error:
         # NumPy passes on errors of zipfile and zlib for a broken file.
         raise ValueError(
@@ -255,22 +227,17 @@ def read_batch(path: pathlib.Path, rows: int) -> tuple[Any, Any, int]:
             f"{str(path)!r} holds no inputs. Received the arrays: "
             f"{loaded.files!r}. Save them as `x`, or by the inputs' names."
         )
-    return arrays.get("x", arrays), y, total
+    return arrays.get("x", arrays), y
 
 
 def arranged(x: Any, model: keras.Model) -> Any:
     """Arranges named arrays in the structure of a model's inputs.
 
     Raises:
-        ValueError: If an array is missing, or has another shape than its input.
+        ValueError: If an array is missing.
     """
     inputs = getattr(model, "input", None)
-    if inputs is None:
-        return x
-    if not isinstance(x, dict):
-        tensors = keras.tree.flatten(inputs)
-        if len(tensors) == 1:
-            _check_shape(x, tensors[0])
+    if inputs is None or not isinstance(x, dict):
         return x
     names = [tensor.name for tensor in keras.tree.flatten(inputs)]
     if missing := [name for name in names if name not in x]:
@@ -279,25 +246,4 @@ def arranged(x: Any, model: keras.Model) -> Any:
             f"arrays: {sorted(x)!r}. Save each by its input's name, or the "
             "only one as `x`."
         )
-    for tensor in keras.tree.flatten(inputs):
-        _check_shape(x[tensor.name], tensor)
     return keras.tree.map_structure(lambda tensor: x[tensor.name], inputs)
-
-
-def _check_shape(array: Any, tensor: keras.KerasTensor) -> None:
-    """Refuses an array whose rows do not have the shape of an input."""
-    sizes, expected = list(array.shape[1:]), list(tensor.shape[1:])
-    # Keras adds or drops a last axis of size 1.
-    for longer, shorter in ((sizes, expected), (expected, sizes)):
-        if len(longer) == len(shorter) + 1 and longer[-1] == 1:
-            longer.pop()
-    if len(sizes) != len(expected) or not all(
-        wanted in (None, size)
-        for size, wanted in zip(sizes, expected, strict=True)
-    ):
-        shape = ["rows", *("any" if n is None else n for n in tensor.shape[1:])]
-        raise ValueError(
-            f"The data do not fit the input {tensor.name!r}. Received: an "
-            f"array of shape {array.shape}. It must have the shape "
-            f"({', '.join(map(str, shape))}): save one with `numpy.savez`."
-        )

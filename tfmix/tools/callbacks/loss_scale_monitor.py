@@ -1,18 +1,13 @@
 """Shows the loss scale and the skipped steps while a model trains."""
 
 import dataclasses
-import itertools
-import math
-import os
 from typing import Any
 
 import keras
 
-from tfmix import _arguments, _formats, _messages
-from tfmix._keras import layers, variables
+from tfmix import _arguments, _messages
 from tfmix._keras import optimizers as keras_optimizers
-from tfmix.gradient_scaling import model_call
-from tfmix.loss_scaling import errors, rules, standstill
+from tfmix.loss_scaling import errors, standstill
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.tools.diagnostics import missing_scaler, progress_bar, skip_report
 
@@ -30,8 +25,6 @@ class Reading:
         skipped_steps: Steps skipped in that time.
         consecutive_skips: Steps skipped since the last applied one; with
             several optimizers, the most.
-        gradient_norm: The norm of the unscaled gradients of the last applied
-            steps, all optimizers together; `None` if it is not recorded.
     """
 
     step: int
@@ -39,18 +32,16 @@ class Reading:
     applied_steps: int
     skipped_steps: int
     consecutive_skips: int
-    gradient_norm: float | None = None
 
 
 class LossScaleMonitor(skip_report.SkipWatch):
     """Shows the loss scale and the skipped steps next to the loss.
 
     Add it to every `fit` with a `tfmix.LossScaleOptimizer`, or with a model
-    that has several of them as attributes and its own `train_step`. A line at
-    the start describes the dtypes of the run. The progress bar and the epoch's
-    logs, and so `History`, gain `loss_scale` and `skipped_steps`; the logs
-    gain `applied_steps` as well. A run that no longer applies any step is
-    stopped with a diagnosis. Put the monitor before
+    that has several of them as attributes and its own `train_step`. The
+    progress bar and the epoch's logs, and so `History`, gain `loss_scale` and
+    `skipped_steps`; the logs gain `applied_steps` as well. A run that no longer
+    applies any step is stopped with a diagnosis. Put the monitor before
     `keras.callbacks.TensorBoard` and `CSVLogger` in the list of callbacks, so
     that they write these numbers: Keras calls callbacks in that order.
 
@@ -62,25 +53,16 @@ class LossScaleMonitor(skip_report.SkipWatch):
         max_consecutive_skips: Integer, skipped steps in a row after which
             the run is stopped. Defaults to `50`: it takes 24 halvings to get
             from the highest scale to the lowest.
-        alarm_after: Integer, steps without an applied update after which a
-            warning is logged. Defaults to `max_consecutive_skips`.
-        gradient_norm: Bool, whether to show `gradient_norm` as well: the norm
-            of the last applied step's gradients, over all variables and
-            replicas, unscaled and not clipped. It is NaN in the logs before
-            the first such step. Each step then reads its gradients once more,
-            also in later calls of `fit`, until you compile the model again.
-            Defaults to `False`.
 
     Attributes:
-        timeline: List of `Reading`, which `plot` draws. The first is taken
-            before the first step. They count the optimizer's steps, so the
-            count continues when a run is resumed.
+        timeline: List of `Reading`. The first is taken before the first step.
+            They count the optimizer's steps, so the count continues when a run
+            is resumed.
 
     Raises:
-        TypeError: If a number is not an integer, or `gradient_norm` not a
-            bool; in `fit`, if the optimizer is Keras's own loss scaler.
-        ValueError: If a number is below 1; in `fit`, if `gradient_norm` is
-            `True` and the optimizer accumulates gradients.
+        TypeError: If a number is not an integer; in `fit`, if the optimizer is
+            Keras's own loss scaler.
+        ValueError: If a number is below 1.
         tfmix.LossScaleError: In `fit`, when the run is stuck.
 
     Examples:
@@ -97,68 +79,20 @@ class LossScaleMonitor(skip_report.SkipWatch):
         every: int = 100,
         *,
         max_consecutive_skips: int = 50,
-        alarm_after: int | None = None,
-        gradient_norm: bool = False,
     ) -> None:
         super().__init__()
         self.every = _arguments.count("every", every, example=100)
         self.max_consecutive_skips = _arguments.count(
             "max_consecutive_skips", max_consecutive_skips
         )
-        alarm = max_consecutive_skips if alarm_after is None else alarm_after
-        self.alarm_after = _arguments.count("alarm_after", alarm)
-        if not isinstance(gradient_norm, bool):
-            raise TypeError(
-                "`gradient_norm` must be True or False. "
-                f"Received: gradient_norm={gradient_norm!r}."
-            )
-        self.gradient_norm = gradient_norm
         self.timeline: list[Reading] = []
         self._step = self._next_reading = self._epoch_start = 0
         self._has_scale = self._started = False
 
-    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """Draws the loss scale over the steps, and where steps were skipped.
-
-        Args:
-            path: Where to write a picture. Defaults to `None`: no file.
-
-        Returns:
-            The `matplotlib.figure.Figure`.
-
-        Raises:
-            ImportError: If matplotlib is missing.
-            ValueError: If the monitor was not used in `fit` yet.
-        """
-        if not self.timeline:
-            raise ValueError(
-                "There is nothing to draw yet: this monitor was not used in "
-                "`fit` with a tfmix.LossScaleOptimizer. Received: timeline=[]. "
-                "Call model.fit(..., callbacks=[monitor]), then "
-                "monitor.plot()."
-            )
-        from tfmix.tools.diagnostics import plotting
-
-        return plotting.loss_scale_timeline(self.timeline, path)
-
-    def set_model(self, model: keras.Model) -> None:
-        """Makes steps record the norm, before `fit` compiles its function."""
-        super().set_model(model)
-        if self.gradient_norm:
-            with variables.strategy_scope(model):
-                is_new = [
-                    optimizer.keep_gradient_norm()
-                    for optimizer in scaling.scalers(model)
-                ]
-            if any(is_new):
-                model.train_function = None
-
     def on_train_begin(self, logs: Any = None) -> None:
-        """Finds the optimizer, and prints the dtypes of the run."""
+        """Finds the optimizer."""
         super().on_train_begin(logs)
         self._has_scale, self._started = _has_scale(self.model), False
-        if self._has_scale and (self.params or {}).get("verbose"):
-            print(_opening(self.model), flush=True)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Starts to count the batches of an epoch."""
@@ -183,7 +117,7 @@ class LossScaleMonitor(skip_report.SkipWatch):
         if self._has_scale and logs is not None:
             # A bar wider than the terminal leaves a line at each redraw.
             shown = self._numbers("loss_scale", "skipped_steps")
-            logs.update({k: v for k, v in shown.items() if not math.isnan(v)})
+            logs.update(shown)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Takes a reading, and adds it to the epoch's logs."""
@@ -208,7 +142,6 @@ class LossScaleMonitor(skip_report.SkipWatch):
     def _read(self) -> None:
         reading = self._reading()
         self.timeline.append(reading)
-        self._log_standstill(reading)
         try:
             for optimizer in self._optimizers():
                 standstill.check(optimizer, self.max_consecutive_skips)
@@ -219,9 +152,7 @@ class LossScaleMonitor(skip_report.SkipWatch):
             raise errors.LossScaleError(text) from None
 
     def _numbers(self, *names: str) -> dict[str, float]:
-        """Returns numbers of the last reading, and the norm if it is shown."""
-        if self.gradient_norm:
-            names = (*names, "gradient_norm")
+        """Returns numbers of the last reading."""
         last = self.timeline[-1]
         return {name: progress_bar.Shown(getattr(last, name)) for name in names}
 
@@ -230,67 +161,13 @@ class LossScaleMonitor(skip_report.SkipWatch):
         # not write them during an epoch.
         optimizers = self._optimizers()
         applied, skipped = zip(*map(skip_report.steps, optimizers), strict=True)
-        norm = None
-        if self.gradient_norm:
-            norms = [optimizer.gradient_norm for optimizer in optimizers]
-            numbers = [norm for norm in norms if not math.isnan(norm)]
-            norm = math.hypot(*numbers) if numbers else math.nan
         return Reading(
             self._step,
             min(optimizer.loss_scale for optimizer in optimizers),
             sum(applied),
             sum(skipped),
             max(optimizer.consecutive_skips for optimizer in optimizers),
-            norm,
         )
-
-    def _log_standstill(self, now: Reading) -> None:
-        """Logs a warning, once, if no step was applied for a while."""
-        # The readings since the last applied step, with `now` as the first.
-        idle = list(
-            itertools.takewhile(
-                lambda reading: reading.applied_steps == now.applied_steps,
-                reversed(self.timeline),
-            )
-        )
-        waited = now.step - idle[-1].step
-        waited_before = idle[1].step - idle[-1].step if len(idle) > 1 else 0
-        if waited >= self.alarm_after > waited_before:
-            self._has_reported = True
-            text = standstill.idle(waited)
-            progress_bar.warn(self, "%s: %s", text, self.cause().text)
-
-
-def _opening(model: keras.Model) -> str:
-    """Describes a run's dtypes and its loss scaling in one line."""
-    computing = layers.that_compute(model)
-    sixteen = [
-        layer
-        for layer in computing
-        if layer.compute_dtype in _formats.SIXTEEN_BIT
-    ]
-    names = sorted({layer.dtype_policy.name for layer in sixteen})
-    optimizer = scaling.scalers(model)[0]
-    rule, scale = optimizer.rule, optimizer.loss_scale
-    fraction, power = math.frexp(scale)
-    size = f"2^{power - 1}" if fraction == 0.5 else f"{scale:g}"
-    scaling_text = _RULES.get(type(rule), type(rule).__name__ + " {}")
-    is_off = isinstance(rule, rules.NoLossScale)
-    if model_call.scales(model.trainable_variables) and not is_off:
-        scaling_text = "gradients are scaled inside the model"
-    policy = " and ".join(names) or _formats.FLOAT32.name
-    return (
-        f"{policy}: {len(sixteen)} of {len(computing)} layers in 16 bit; "
-        f"{scaling_text.format(size)}"
-    )
-
-
-# The line at the start of a run describes each rule like this.
-_RULES: dict[type, str] = {
-    rules.DynamicLossScale: "dynamic scale {}",
-    rules.FixedLossScale: "fixed scale {}",
-    rules.NoLossScale: "no loss scale",
-}
 
 
 def _has_scale(model: keras.Model) -> bool:

@@ -10,7 +10,7 @@ from keras import ops, tree
 
 from tfmix import _arguments, _bad_rows
 from tfmix._keras import layers, training
-from tfmix.gradient_scaling import model_call, outermost, power
+from tfmix.gradient_scaling import model_call, power
 from tfmix.tools.diagnostics import differentiation, probe, programs
 
 
@@ -106,7 +106,6 @@ def prepare(
     x, y = first(x, y)
     _check_arrays("x", x)
     _check_arrays("y", y)
-    _check_batched(model, x)
     notes: tuple[str, ...] = ()
     rows = most and _free_rows(model, (x, y))
     if most and rows and rows > most:
@@ -128,27 +127,6 @@ def prepare(
         # `fit` would build it, too. The scopes below need its variables.
         model(x)
     return batch
-
-
-def outputs_of(model: keras.Model, data: Any) -> Any:
-    """Returns a model's outputs in a training step, in the dtypes they have.
-
-    Args:
-        model: The compiled model.
-        data: The step's batch, as `fit` takes it from a dataset.
-    """
-    x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-    with outermost.outputs_as_made():
-        return training.call_in_training(model, x)
-
-
-def loss_of(model: keras.Model, data: Any, outputs: Any) -> Any:
-    """Returns the float32 loss that a training step has for these outputs."""
-    x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
-    loss = training.compute_loss(
-        model, x=x, y=y, y_pred=outputs, sample_weight=weight, training=True
-    )
-    return ops.cast(loss, "float32")
 
 
 def first(x: Any, y: Any) -> tuple[Any, Any]:
@@ -187,21 +165,6 @@ def _check_arrays(name: str, nest: Any) -> None:
             "them, or a `tf.data.Dataset` of batches. Received: "
             f"{type(leaf).__name__}. Pass a batch of it: np.asarray(x), "
             "next(generator), or py_dataset[0]."
-        )
-
-
-def _check_batched(model: Any, x: Any) -> None:
-    """Raises an error for inputs without a batch axis."""
-    inputs: Sequence[Any] = getattr(model, "inputs", None) or ()
-    leaves = tree.flatten(x)
-    if not len(leaves) == len(inputs) == 1:
-        return
-    shape, wanted = np.shape(leaves[0]), inputs[0].shape
-    # Keras appends an axis of size one by itself.
-    if len(shape) == len(wanted) - 1 and wanted[-1] != 1:
-        raise ValueError(
-            f"`x` must be a batch, of shape {wanted}. Received: shape {shape}. "
-            "Pass `dataset.batch(32)`, or `x[None]` for a single row."
         )
 
 

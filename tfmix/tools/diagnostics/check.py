@@ -2,9 +2,8 @@
 
 import contextlib
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
@@ -12,7 +11,7 @@ import numpy as np
 from keras import ops
 
 from tfmix import _bad_rows, _formats, _messages, _progress
-from tfmix._keras import graphs, layers, tracing
+from tfmix._keras import graphs, layers, tracing, training
 from tfmix.autocast import fallback, global_policy
 from tfmix.autocast import record as mixed_model
 from tfmix.conversion import dtype_notes, planned_policies
@@ -95,31 +94,31 @@ def check(
         >>> check(model, np.array([[1e5, 1.0]])).rows[0].verdict
         'overflow'
     """
-    report = checked(model, x, y, loss=loss, policy=policy, rows=ROWS)
+    batch = batches.prepare(model, x, y, loss, ROWS)
+    chosen, base = _policy(model, policy)
+    # A policy under test implies loss scaling. A model's own setup may lack it.
+    warning = "" if chosen else missing_scaler.warning(model)
+    if warning:
+        _messages.warn("%s", warning)
+    with _progress.shown(f"Checking {model.name} in {base.compute_dtype}"):
+        report = _run(batch, chosen, base, warning)
     return dataclasses.replace(report, verbose=verbose)
 
 
-def checked(
-    model: keras.Model,
-    x: Any,
-    y: Any,
-    *,
-    loss: Any,
-    policy: str | keras.DTypePolicy | None,
-    rows: int | None,
+def sampled(
+    model: keras.Model, x: Any, y: Any
 ) -> numerics_report.NumericsReport:
-    """Does what `check` does, on at most `rows` rows."""
-    batch = batches.prepare(model, x, y, loss, rows)
-    chosen, base = _policy(model, policy)
-    what = f"Checking {model.name} in {base.compute_dtype}"
-    # A policy under test implies loss scaling. A model's own setup may lack it.
-    warning = ""
-    if chosen is None:
-        warning = missing_scaler.warning(model)
-        if warning:
-            _messages.warn("%s", warning)
-    with _progress.shown(what) as say:
-        return _run(batch, chosen, base, warning, functools.partial(say, what))
+    """Checks a whole batch of `fit`, and says nothing.
+
+    Raises:
+        ValueError: If no layer computes in 16 bit, or the batch does not fit.
+    """
+    if not planned_policies.sixteen_bit_layers(model):
+        raise ValueError(_IDLE)
+    has_loss = training.compiled_loss(model) is not None
+    batch = batches.prepare(model, x, y if has_loss else None, None, None)
+    _, base = _policy(model, None)
+    return _run(batch, None, base, missing_scaler.warning(model))
 
 
 def _run(
@@ -127,7 +126,6 @@ def _run(
     chosen: keras.DTypePolicy | None,
     base: policies.Policy,
     warning: str = "",
-    show: Callable[[float], None] = lambda share: None,
 ) -> numerics_report.NumericsReport:
     """Checks a batch; a warning says that the loss is not scaled."""
     limits = _formats.LIMITS[base.compute_dtype]
@@ -142,10 +140,8 @@ def _run(
         own_policy = mixed_model.policy_of(batch.model)
         # A model under test counts as created, or converted, under the policy.
         has_policy = chosen is not None or own_policy is not None
-        findings, judge = passes.find(
-            batch, sixteen, limits, rule, has_policy, show
-        )
-        float8 = _float8(batch)
+        findings, judge = passes.find(batch, sixteen, limits, rule, has_policy)
+        float8 = float8_products.measure(batch)
         ends = dtype_notes.last_activations(batch.model, sixteen)
     bad = [*map(_bad_data, bad_rows), *_bad_weights(batch.model)]
     if bad:
@@ -222,18 +218,6 @@ def _narrow_layers(
         for layer in layers.that_compute(model)
         if planned_policies.dtype(sixteen, layer) in _formats.SIXTEEN_BIT
     ]
-
-
-def _float8(batch: batches.Batch) -> tuple[float8_products.Float8Product, ...]:
-    """Measures the float8 products of the chosen layers, on float32 inputs."""
-    chosen = chosen_layers.chosen(batch.model)
-    if batch.loss is None or not chosen:
-        return ()
-    with runs.in_float32(batch.model):
-        measured = float8_products.measure(
-            chosen, lambda: batch.loss_at(batch.weights())
-        )
-    return tuple(float8_products.read(*measured))
 
 
 @contextlib.contextmanager

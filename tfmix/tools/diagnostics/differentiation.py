@@ -11,14 +11,11 @@ Tensors = list[Any]
 def pullback(
     function: Callable[[Tensors], Tensors],
     inputs: Sequence[Any],
-    *,
-    sparse: bool = False,
 ) -> tuple[Tensors, Callable[[Tensors], Tensors]]:
     """Computes a function, and returns its outputs and its backward pass.
 
     The backward pass can be called once. It takes gradients of the outputs, in
-    their dtypes, and returns those of the inputs. With `sparse`, it returns
-    only the values of a `tf.IndexedSlices`.
+    their dtypes, and returns those of the inputs.
     """
     if keras.backend.backend() == "jax":
         import jax
@@ -36,8 +33,6 @@ def pullback(
     def dense(gradient: Any, tensor: Any) -> Any:
         if gradient is None:
             return tf.zeros_like(tensor)
-        if sparse and isinstance(gradient, tf.IndexedSlices):
-            return gradient.values
         return tf.convert_to_tensor(gradient)
 
     def gradients_of(gradients: Tensors) -> Tensors:
@@ -47,25 +42,16 @@ def pullback(
     return outputs, gradients_of
 
 
-def export_gradient(
-    tensor: Any,
-    token: Any,
-    measure: Callable[[Any], Any] = lambda grad: keras.ops.cast(
-        grad, "float32"
-    ),
-) -> Any:
+def export_gradient(tensor: Any, token: Any) -> Any:
     """Returns a tensor unchanged, and takes its gradient out.
 
     Args:
         tensor: A float tensor.
-        token: An unused float32 tensor, of the shape that `measure` returns.
-            Its gradient is what `measure` returns.
-        measure: Takes the gradient of `tensor`. Defaults to the gradient
-            itself, in float32.
+        token: An unused float32 tensor of its shape, which gets the gradient.
     """
 
     def back(grad: Any) -> tuple[Any, Any]:
-        return grad, measure(grad)
+        return grad, keras.ops.cast(grad, "float32")
 
     if keras.backend.backend() == "jax":
         import jax

@@ -4,7 +4,6 @@ import dataclasses
 import importlib.metadata
 import inspect
 import platform
-import re
 
 import keras
 
@@ -29,7 +28,6 @@ class Environment(_tables.Printed):
         policy: The active policy, as text.
         replaced: The names that tfmix replaces in Keras at the moment, as
             `owner.attribute`.
-        extras: Each extra of tfmix, and its packages that are missing.
     """
 
     versions: dict[str, str]
@@ -38,14 +36,9 @@ class Environment(_tables.Printed):
     auto: str
     policy: str
     replaced: tuple[str, ...]
-    extras: dict[str, tuple[str, ...]]
 
     def tables(self) -> list[_tables.Table]:
         """Returns what to print."""
-        lacking = {
-            name: f"without {', '.join(missing)}" if missing else "complete"
-            for name, missing in self.extras.items()
-        }
         rows = [
             *self.versions.items(),
             ("backend", self.backend),
@@ -53,7 +46,6 @@ class Environment(_tables.Printed):
             ("auto", self.auto),
             ("policy", self.policy),
             ("replaced in Keras", str(len(self.replaced))),
-            *((f"extra {name}", text) for name, text in lacking.items()),
         ]
         notes = [f"replaced: {', '.join(self.replaced)}"] * bool(self.replaced)
         return [_tables.Table(("what", "is"), rows, notes=notes)]
@@ -81,7 +73,6 @@ def environment() -> Environment:
         replaced=tuple(
             sorted(_label(*place) for place in replacing.replaced())
         ),
-        extras=_extras(),
     )
 
 
@@ -105,24 +96,6 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-def _extras() -> dict[str, tuple[str, ...]]:
-    """Returns the missing packages of each extra of the installed tfmix."""
-    try:
-        wanted = importlib.metadata.requires("tfmix") or []
-    except importlib.metadata.PackageNotFoundError:
-        # A checkout on the path has no metadata.
-        return {}
-    extras: dict[str, list[str]] = {}
-    for requirement in wanted:
-        extra = re.search(r"extra == .(\w+)", requirement)
-        if extra is not None:
-            lacking = extras.setdefault(extra[1], [])
-            package = re.match(r"[\w.-]+", requirement)
-            if package is not None and not _version(package[0]):
-                lacking.append(package[0])
-    return {name: tuple(lacking) for name, lacking in extras.items()}
 
 
 def _label(owner: object, name: str) -> str:

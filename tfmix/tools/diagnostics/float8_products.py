@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -11,8 +11,10 @@ from keras import ops
 
 from tfmix import _tables
 from tfmix._keras import layers
+from tfmix.conversion import planned_policies
 from tfmix.float8 import chosen_layers, product
-from tfmix.tools.diagnostics import differentiation, probe, verdicts
+from tfmix.tools.diagnostics import batch as batches
+from tfmix.tools.diagnostics import differentiation, probe, runs, verdicts
 
 PRODUCTS = ("forward", "input gradient", "kernel gradient")
 # Training in float8 is as good as in bfloat16 if gradients turn no further.
@@ -51,77 +53,38 @@ class Float8Product:
         return self.verdict == verdicts.OK
 
 
-def measure(
-    chosen: Sequence[keras.Layer], loss_of: Callable[[], Any]
-) -> tuple[list[keras.Layer], Any]:
-    """Measures each product of the layers in one training step.
+def measure(batch: batches.Batch) -> tuple[Float8Product, ...]:
+    """Measures the products of a model's float8 layers, the worst first.
 
-    Args:
-        chosen: The layers, as `chosen_layers.choose` returned them.
-        loss_of: Function that runs the model and returns the loss.
-
-    Returns:
-        The layer of each call, in order, and a float32 tensor of shape
-        `(calls, 3, 4)`: for each of `PRODUCTS`, the shares that underflow and
-        saturate, the cosine, and the mean cosine of the rows.
+    They have the inputs and gradients of float32. A layer that is called twice
+    has the worse of its calls.
     """
+    chosen = chosen_layers.chosen(batch.model)
+    if batch.loss is None or not chosen:
+        return ()
     targets = [probe.Target(layer, layer.name, (), True) for layer in chosen]
-    called: list[keras.Layer] = []
-    tokens: list[Any] = []
-
-    def record(call: probe.Call) -> Any:
-        outputs = call.proceed()
-        called.append(call.target.operation)
-        # The number of rows may be unknown until the call runs.
-        tokens.append(ops.zeros_like(outputs, dtype="float32"))
-        return outputs
-
-    with probe.watched(targets, record):
-        loss_of()
-
-    def run(tokens: list[Any]) -> list[Any]:
-        factors, rest = [], iter(tokens)
-
-        def on_call(call: probe.Call) -> Any:
-            outputs = call.proceed()
-            layer = call.target.operation
-            bias = 0.0 if layer.bias is None else layer.bias
-            for factor in (call.tensors[0], layer.kernel, bias):
-                factors.append(ops.cast(factor, "float32"))
-            return differentiation.export_gradient(outputs, next(rest))
-
-        with probe.watched(targets, on_call):
-            loss = loss_of()
-        return [loss, *factors]
-
-    (loss, *factors), back = differentiation.pullback(run, tokens)
-    gradients = back([ops.ones_like(loss), *map(ops.zeros_like, factors)])
-    inputs, kernels, biases = (factors[start::3] for start in range(3))
-    calls = zip(called, inputs, kernels, biases, gradients, strict=True)
-    rows = [_measure_call(*call) for call in calls]
-    return called, ops.stack(rows) if rows else ops.zeros((0, 3, 4))
-
-
-def read(called: Sequence[keras.Layer], table: Any) -> list[Float8Product]:
-    """Reads the result of `measure`: the worst call of each layer."""
     worst: dict[tuple[str, str], Float8Product] = {}
-    for layer, rows in zip(called, np.asarray(table), strict=True):
-        path = layers.path_of(layer)
-        for name, row in zip(PRODUCTS, rows, strict=True):
-            underflow, saturated, cosine, of_rows = map(float, row)
-            verdict = _verdict(underflow, saturated, cosine, of_rows)
-            judged = Float8Product(
-                path, name, verdict, underflow, saturated, cosine
-            )
-            before = worst.setdefault((path, name), judged)
-            if (before.is_fine, before.cosine) > (
-                judged.is_fine,
-                judged.cosine,
-            ):
-                worst[path, name] = judged
-    return sorted(
-        worst.values(), key=lambda judged: (judged.is_fine, judged.cosine)
-    )
+
+    def on_call(call: probe.Call) -> Any:
+        layer, (gradient,) = call.target.operation, gradients[call.key]
+        table = _measure_call(layer, call.tensors[0], gradient)
+        for name, row in zip(PRODUCTS, np.asarray(table), strict=True):
+            judged = _judged(layers.path_of(layer), name, *map(float, row))
+            before = worst.setdefault((judged.layer, name), judged)
+            worst[judged.layer, name] = min(before, judged, key=_severity)
+        return call.proceed()
+
+    with runs.in_float32(batch.model):
+        plan = planned_policies.reference(batch.model)
+        calls = runs.sixteen_bit(batch, targets, plan, "float32").signatures
+        gradients = runs.truth(batch, targets, calls).outputs
+        with probe.watched(targets, on_call):
+            batch.outputs(batch.weights())
+    return tuple(sorted(worst.values(), key=_severity))
+
+
+def _severity(judged: Float8Product) -> tuple[bool, float]:
+    return judged.is_fine, judged.cosine
 
 
 def table(products: Sequence[Float8Product]) -> _tables.Table:
@@ -140,20 +103,31 @@ def table(products: Sequence[Float8Product]) -> _tables.Table:
     return _tables.Table(_HEADS, rows, verdicts=[x.verdict for x in products])
 
 
-def _verdict(
-    underflow: float, saturated: float, cosine: float, of_rows: float
-) -> str:
-    if saturated or not math.isfinite(cosine):
-        return verdicts.NOT_FINITE
+def _judged(
+    path: str,
+    name: str,
+    underflow: float,
+    saturated: float,
+    cosine: float,
+    of_rows: float,
+) -> Float8Product:
+    verdict = verdicts.OK if cosine >= _LEAST_COSINE else verdicts.INACCURATE
     if underflow > _MOST_UNDERFLOW and of_rows < _LEAST_COSINE:
-        return verdicts.UNDERFLOW
-    return verdicts.OK if cosine >= _LEAST_COSINE else verdicts.INACCURATE
+        verdict = verdicts.UNDERFLOW
+    if saturated or not math.isfinite(cosine):
+        verdict = verdicts.NOT_FINITE
+    return Float8Product(path, name, verdict, underflow, saturated, cosine)
 
 
-def _measure_call(
-    layer: keras.Layer, inputs: Any, kernel: Any, bias: Any, gradient: Any
-) -> Any:
-    """Measures the three products of one call: `(3, 4)`."""
+def _measure_call(layer: keras.Layer, inputs: Any, gradient: Any) -> Any:
+    """Measures the three products of one call.
+
+    Each has the shares that underflow and saturate, the cosine, and the mean
+    cosine of the rows.
+    """
+    inputs = ops.cast(inputs, "float32")
+    kernel = ops.cast(layer.kernel, "float32")
+    bias = 0.0 if layer.bias is None else ops.cast(layer.bias, "float32")
     if layer.activation is not None:
         before = chosen_layers.exact(layer, inputs, kernel) + bias
         _, back = differentiation.pullback(

@@ -1,8 +1,6 @@
 """The result of `check`: a table, a page, and a policy that fixes the model."""
 
-import base64
 import dataclasses
-import io
 import json
 import math
 import os
@@ -11,7 +9,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from tfmix import _formats, _messages, _progress, _tables
+from tfmix import _formats, _messages, _tables
 from tfmix.policy import names
 from tfmix.policy import policy as policies
 from tfmix.tools.diagnostics import float8_products, probe, verdicts
@@ -87,14 +85,11 @@ class NumericsReport(_tables.Printed):
             state += ", forward pass only"
         return f"{_name(self.policy)} against float32: {state}"
 
-    def suggested_policy(self, *, progress: bool = True) -> policies.Policy:
+    def suggested_policy(self) -> policies.Policy:
         """Moves faulty layers to float32 until the model is healthy.
 
         Each policy is checked on the same batch, so the search takes as long
         as a few checks. A warning is logged if no layer is left in 16 bit.
-
-        Args:
-            progress: Boolean, whether to show the search. Defaults to `True`.
 
         Returns:
             A `tfmix.Policy`: the checked one if it is healthy, otherwise one
@@ -103,31 +98,26 @@ class NumericsReport(_tables.Printed):
         Raises:
             ValueError: If the model is not finite in float32 either.
         """
-        report = self
-        if not all(product.is_fine for product in self.float8):
-            # Each product was judged by itself, so the other layers keep
-            # float8.
-            report = self.again(_without_faulty_float8(self))
-        if report.healthy:
-            return report.policy
-        if broken := [row.layer for row in report.faults if row.broken]:
+        if broken := [row.layer for row in self.faults if row.broken]:
             raise ValueError(
                 "No dtype policy can fix this model: it is not finite in "
                 f"float32 either, first at {broken[0]!r}. Look for NaN or "
                 "infinity in the data and the weights."
             )
-        searching = "Searching float32 layers"
-        with _progress.shown(searching, hidden=not progress) as say:
-            needed, found = _search(
-                report, lambda: say(f"{searching}: trying more")
-            )
-        if found is not None and not found.sixteen_bit_layers:
+        if self.healthy:
+            return self.policy
+        # This report may be about the model without its policy.
+        report, tried = self.again(self.policy), set[str]()
+        while not report.healthy and repr(report.policy) not in tried:
+            tried.add(repr(report.policy))
+            report = self.again(_healthier(report))
+        if self.sixteen_bit_layers and not report.sixteen_bit_layers:
             is_float16 = report.policy.compute_dtype == "float16"
             _messages.warn(
                 "nothing is left in 16 bit under the suggested policy; use %r.",
                 "mixed_bfloat16" if is_float16 else "float32",
             )
-        return _with_float32(report.policy, needed)
+        return report.policy
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Draws the headroom of each layer."""
@@ -136,24 +126,9 @@ class NumericsReport(_tables.Printed):
         return plotting.headroom(self, path)
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes one HTML file with the tables and the figure to `path`."""
-        try:
-            written = io.BytesIO()
-            self.plot().savefig(written, format="png", dpi=110)
-            data = base64.b64encode(written.getvalue()).decode()
-            picture = f"data:image/png;base64,{data}"
-        except ImportError:
-            # Without matplotlib the page has no picture. The table holds the
-            # same numbers.
-            picture = ""
-        # The worst rows and the advice come first, then all rows.
-        rows, *float8 = dataclasses.replace(self, verbose=True).tables()
-        worst = dataclasses.replace(
-            self.tables()[0], notes=self.notes, code=rows.code
-        )
-        rows = dataclasses.replace(rows, title="All rows", notes=(), code=())
-        tables = [worst, *float8, rows]
-        _tables.write_page(path, self.model_name, tables, picture)
+        """Writes one HTML file with all rows to `path`."""
+        tables = dataclasses.replace(self, verbose=True).tables()
+        _tables.write_page(path, self.model_name, tables)
 
     def to_json(self) -> str:
         """Returns the report as JSON; infinities and NaN become null."""
@@ -259,12 +234,9 @@ def _code(rows: Iterable[verdicts.LayerVerdict]) -> list[str]:
     """Returns the lines of code to write, each below its reason."""
     reasons: dict[str, str] = {}
     for row in rows:
-        # A fault that float32 has as well comes with a comment, but no code.
-        code, _, why = f" {row.advice}".partition(" # ")
-        code = code.strip()
+        # A fault that float32 has as well comes with a reason, but no code.
         if row.verdict != verdicts.OK:
-            reason = f"{row.layer}, {row.phase}, {row.verdict}: {why}"
-            reasons.setdefault(code, reason)
+            reasons.setdefault(row.code, row.reason)
     head = "What to write:" if any(reasons) else "What is at fault:"
     lines = [head] if reasons else []
     for code, reason in reasons.items():
@@ -284,56 +256,23 @@ def _plain(
     return values
 
 
-def _search(
-    report: NumericsReport, step: Callable[[], None]
-) -> tuple[list[str], NumericsReport | None]:
-    """Moves faulty layers to float32 until the model is healthy.
-
-    It returns their names, and the last report: `None` if the model fails to
-    run.
-    """
-
-    def check() -> NumericsReport | None:
-        try:
-            return report.again(_with_float32(report.policy, moved))
-        except Exception:
-            # A custom layer may add 16-bit inputs to the output of an inner
-            # float32 layer. Each backend raises another error for that.
-            return None
-
-    moved: dict[str, None] = {}
-    # The first report may be about the model without the policy.
-    current = check()
-    while current is None or not current.healthy:
-        step()
-        before = len(moved)
-        for row in current.faults if current else ():
-            moved.update(dict.fromkeys(_layers_of(report, row)))
-        if len(moved) == before:
-            # No faulty layer is left to add, so all layers are added.
-            moved.update(dict.fromkeys(report.targets))
-        if len(moved) == before:
+def _healthier(report: NumericsReport) -> policies.Policy:
+    """Returns a policy without the faults that a report has."""
+    if not all(product.is_fine for product in report.float8):
+        # Each product was judged by itself, so the other layers keep float8.
+        return _without_faulty_float8(report)
+    targets = [*report.targets.values()]
+    faulty = {row.layer for row in report.faults}
+    if verdicts.LOSS in faulty:
+        faulty.add(targets[-1].name)
+    # The inner layers of a faulty one compute its tensors.
+    found = [x.name for x in targets if faulty & {x.name, *x.inside}]
+    before = [*report.policy.float32_layers]
+    for wanted in (found, [target.name for target in targets]):
+        added = [x for x in map(re.escape, wanted) if x not in before]
+        if added:
             break
-        current = check()
-    return list(moved), current
-
-
-def _layers_of(report: NumericsReport, row: verdicts.LayerVerdict) -> list[str]:
-    """Returns a row's layer and its inner layers, which compute its tensors."""
-    if row.layer == verdicts.LOSS:
-        return list(report.targets)[-1:]
-    targets = report.targets.values()
-    inner = [target.name for target in targets if row.layer in target.inside]
-    return [row.layer, *inner]
-
-
-def _with_float32(
-    policy: policies.Policy, names: Iterable[str]
-) -> policies.Policy:
-    """Returns a policy with more layers in float32."""
-    before = policy.float32_layers
-    added = [x for x in map(re.escape, names) if x not in before]
-    return policies.changed(policy, float32_layers=[*before, *added])
+    return policies.changed(report.policy, float32_layers=[*before, *added])
 
 
 def _without_faulty_float8(report: NumericsReport) -> policies.Policy:

@@ -37,7 +37,6 @@ def find(
     limits: _formats.Format,
     rule: rules.LossScale,
     has_policy: bool,
-    show: Callable[[float], None],
 ) -> tuple[_Findings, runs.Judge]:
     """Runs the model in 16 bit, in float32, and then each call in both.
 
@@ -48,7 +47,6 @@ def find(
         rule: The rule of the optimizer's loss scale.
         has_policy: Whether the model has a policy of tfmix, so that it returns
             float32 and scales its gradients inside.
-        show: Function that displays the share of layers judged so far.
 
     Returns:
         One finding per layer and phase, the worst of a layer's calls; and the
@@ -60,7 +58,7 @@ def find(
     if batch.loss is not None:
         truth = runs.truth(batch, targets, run.signatures)
     judge = runs.Judge(batch, targets, run, truth, limits, has_policy)
-    findings, judge = _find_scale(judge, rule, show)
+    findings, judge = _find_scale(judge, rule)
     findings = _clear_outer(findings, targets)
     worst: dict[tuple[str, str], verdicts.Finding] = {}
     for finding in sorted(findings, key=lambda finding: finding.rank):
@@ -69,7 +67,7 @@ def find(
 
 
 def _find_scale(
-    judge: runs.Judge, rule: rules.LossScale, show: Callable[[float], None]
+    judge: runs.Judge, rule: rules.LossScale
 ) -> tuple[_Findings, runs.Judge]:
     """Judges all calls at the loss scale that fits them best.
 
@@ -85,7 +83,7 @@ def _find_scale(
             # Each head scales its own gradients, also those of a tiny loss.
             power = max(power, _room(judge))
         judge = dataclasses.replace(judge, unit=power / first)
-    findings = _judge_all(judge, show)
+    findings = _judge_all(judge)
     # A dynamic loss scale falls for as long as gradients overflow.
     while any(finding.gap.lost for finding in _sound_gradients(findings)):
         wanted = min(_room(judge), judge.loss_scale / 16.0)
@@ -93,7 +91,7 @@ def _find_scale(
         if lower >= judge.loss_scale:
             break
         judge = judge.at(lower)
-        findings = _judge_all(judge, show)
+        findings = _judge_all(judge)
     return findings, judge
 
 
@@ -130,7 +128,7 @@ def _room(judge: runs.Judge) -> float:
     return min(2.0**room, _HIGHEST)
 
 
-def _judge_all(judge: runs.Judge, show: Callable[[float], None]) -> _Findings:
+def _judge_all(judge: runs.Judge) -> _Findings:
     """Judges each call of a float32 run, the weights, and the loss."""
     batch, signatures = judge.batch, judge.run.signatures
     findings: _Findings = []
@@ -154,7 +152,6 @@ def _judge_all(judge: runs.Judge, show: Callable[[float], None]) -> _Findings:
         read_last = functools.partial(
             _judge_call, judge, call, pairs, order, reaches_weights
         )
-        show(order / len(signatures))
         return pairs[1][1][0] if is_whole else outputs
 
     with runs.in_float32(batch.model):

@@ -1,23 +1,18 @@
-"""Draws headroom and loss scales, with matplotlib."""
+"""Draws the headroom of layers, with matplotlib."""
 
 import io
 import os
-from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from tfmix import _formats
 
-_RED, _YELLOW, _GREEN, _BLUE = "#b2182b", "#e0a526", "#4d9221", "#2166ac"
+_RED, _YELLOW, _GREEN = "#b2182b", "#e0a526", "#4d9221"
 _GREY = "#a6a6a6"
-# Hatches distinguish faults for readers who do not see the colours.
-_HATCHES = {_RED: "////", _YELLOW: "...."}
 # Bars are cut at this length, because more headroom is never a concern.
 _MOST_BITS = 24
 # At most this many layers are drawn: faulty ones, then the least headroom.
 _MOST_LAYERS = 40
-_VERDICT_COLOURS = {"ok": _GREEN, "underflow": _YELLOW, "inaccurate": _YELLOW}
+_COLOURS = {"ok": _GREEN, "underflow": _YELLOW, "inaccurate": _YELLOW}
 
 Path = str | os.PathLike[str]
 
@@ -51,13 +46,16 @@ def headroom(report: Any, path: Path | None = None) -> Any:
         axis.margins(y=0.01)
         axis.grid(axis="x", color="#d9d9d9", lw=0.5)
         axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
         axis.set_title(f"{phase} pass", loc="left", fontsize=10)
         axis.set_xlabel(f"bits to overflow in {report.policy.compute_dtype}")
     if left_out:
         axes[0].set_ylabel(f"{left_out} more layers are not shown")
     axes[0].invert_yaxis()
-    _legend(figure)
-    return _finish(figure, path)
+    figure.supxlabel("green: 16 bit; grey: stays in float32", fontsize=8)
+    if path is not None:
+        figure.savefig(path, dpi=120)
+    return figure
 
 
 def _layers(report: Any) -> tuple[list[str], int]:
@@ -70,38 +68,6 @@ def _layers(report: Any) -> tuple[list[str], int]:
     names = [name for name in report.targets if name in drawn]
     names += sorted(drawn.difference(names))
     return names, len(ranked) - len(names)
-
-
-def loss_scale_timeline(
-    readings: Sequence[Any], path: Path | None = None
-) -> Any:
-    """Draws the loss scale over the steps, and where steps were skipped.
-
-    Args:
-        readings: `LossScaleMonitor.timeline`.
-        path: Where to write a picture. Defaults to `None`: no file.
-
-    Returns:
-        The `matplotlib.figure.Figure`.
-
-    Raises:
-        ImportError: If matplotlib is missing.
-    """
-    steps = [reading.step for reading in readings]
-    scales = [reading.loss_scale for reading in readings]
-    skipped = np.array([reading.skipped_steps for reading in readings])
-    new = np.diff(skipped, prepend=skipped[0])
-    figure = _figure(8, 3.6)
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    upper.step(steps, scales, where="post", color=_BLUE, marker=".")
-    upper.set_yscale("log", base=2)
-    upper.set_ylabel("loss scale")
-    lower.vlines(steps, 0, new, color=_RED, lw=2)
-    lower.set_ylim(0, max(1, new.max()) * 1.2)
-    lower.yaxis.get_major_locator().set_params(integer=True)
-    lower.set_ylabel("skipped")
-    lower.set_xlabel(f"step; {skipped[-1]} skipped in all")
-    return _finish(figure, path)
 
 
 def _figure(width: float, height: float) -> Any:
@@ -125,40 +91,14 @@ def _figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _finish(figure: Any, path: Path | None) -> Any:
-    for axis in figure.axes:
-        axis.spines[["top", "right"]].set_visible(False)
-    if path is not None:
-        figure.savefig(path, dpi=120)
-    return figure
-
-
 def _bar(axis: Any, place: int, row: Any) -> None:
     bits = min(max(row.headroom_bits, -_MOST_BITS), _MOST_BITS)
-    colour = _VERDICT_COLOURS.get(row.verdict, _RED)
+    colour = _COLOURS.get(row.verdict, _RED)
     if row.verdict == "ok" and row.dtype == _formats.FLOAT32.name:
         # A float32 layer's numbers are never in the 16-bit format.
         colour = _GREY
-    hatch = _HATCHES.get(colour)
-    axis.barh(place, bits, color=colour, height=0.7, hatch=hatch, ec="white")
+    axis.barh(place, bits, color=colour, height=0.7)
     if row.verdict != "ok":
         # There is room to the right of the bar, even of a negative one.
         text = row.verdict.replace("_", " ")
         axis.text(max(bits, 0) + 0.4, place, text, va="center", fontsize=8)
-
-
-def _legend(figure: Any) -> None:
-    from matplotlib import patches
-
-    kinds = {"ok": _GREEN, "digits lost": _YELLOW}
-    kinds |= {"overflow or not finite": _RED, "stays in float32": _GREY}
-    figure.legend(
-        handles=[
-            patches.Patch(fc=c, ec="white", hatch=_HATCHES.get(c), label=k)
-            for k, c in kinds.items()
-        ],
-        loc="outside upper right",
-        ncols=4,
-        fontsize=8,
-        frameon=False,
-    )

@@ -1,4 +1,4 @@
-"""Measures the range of tensors, and their distance from float32."""
+"""Measures how far tensors are from the same ones in float32."""
 
 import dataclasses
 import math
@@ -11,87 +11,11 @@ from keras import ops
 from tfmix import _formats
 
 
-@dataclasses.dataclass(frozen=True)
-class Measures:
-    """A tensor in the range of a format; shares go from 0 to 1.
-
-    Attributes:
-        largest: The amax: the largest finite magnitude, 0 without finite
-            entries.
-        zero: Share of zeros.
-        subnormal: Share from half the smallest subnormal to the smallest
-            normal value. The format holds these with fewer bits.
-        flushed: Share that is not zero, and would be rounded to zero; 0 for
-            a tensor in the format.
-        near_overflow: Share that is finite and above a quarter of the
-            format's largest value.
-        not_finite: Share of infinities and NaN.
-        headroom_bits: How often the tensor can be doubled before it
-            overflows; negative if it overflows already, `-inf` if an entry
-            is not finite, `inf` if all are zero.
-    """
-
-    largest: float
-    zero: float
-    subnormal: float
-    flushed: float
-    near_overflow: float
-    not_finite: float
-    headroom_bits: float
-
-
-# The order of the columns of `vector`.
-COLUMNS = tuple(field.name for field in dataclasses.fields(Measures))[:-1]
-
-
-def vector(values: Any, limits: _formats.Format) -> Any:
-    """Measures one tensor on the device, also in compiled code.
-
-    It returns a float32 vector with a number for each of `COLUMNS`. If the
-    device flushes subnormals (most do in bfloat16), they count as zeros.
-    """
-    sizes = ops.abs(ops.reshape(ops.cast(values, "float32"), (-1,)))
-    finite = ops.isfinite(sizes)
-    # A zero is appended, because the maximum of an empty tensor may raise.
-    padded = ops.append(ops.where(finite, sizes, 0.0), ops.zeros((1,)))
-    # All counts are one reduction, since XLA compiles a loop for each.
-    steps = ops.where(finite, sizes, np.float32(np.inf))[:, None]
-    above = ops.cast(steps > _thresholds(limits), "int32")
-    return ops.concatenate(
-        [ops.max(padded)[None], _shares(ops.sum(above, 0), ops.size(sizes))]
-    )
-
-
-def _thresholds(limits: _formats.Format) -> np.ndarray:
-    """Returns the upper bounds of the shares."""
+def _bounds(limits: _formats.Format) -> np.ndarray:
+    """Returns the upper bounds of what is zero, flushed and subnormal."""
     # An entry of exactly half the smallest value is a tie, rounded to zero.
     below_normal = np.nextafter(np.float32(limits.tiny), np.float32(0))
-    bounds = [
-        0.0,
-        limits.smallest / 2,
-        below_normal,
-        # Two bits below the largest value: the next two doublings overflow.
-        limits.max / 4,
-        np.finfo(np.float32).max,
-    ]
-    return np.array(bounds, np.float32)
-
-
-def _shares(above: Any, size: Any) -> Any:
-    """Turns counts above each threshold into the shares between them."""
-    # The counts are integers, because float32 cannot count beyond 2**24.
-    count = ops.cast(ops.append(ops.cast(size, "int32"), above), "float32")
-    count = count / ops.maximum(count[:1], 1.0)
-    zero, flushed, subnormal = (count[i] - count[i + 1] for i in range(3))
-    near_overflow = count[4] - count[5]
-    return ops.stack([zero, subnormal, flushed, near_overflow, count[5]])
-
-
-def from_vector(row: Any, limits: _formats.Format) -> Measures:
-    """Turns one row of `vector`, copied to the host, into `Measures`."""
-    columns = dict(zip(COLUMNS, map(float, np.asarray(row)), strict=True))
-    headroom = _headroom(columns["largest"], columns["not_finite"], limits)
-    return Measures(headroom_bits=headroom, **columns)
+    return np.array([0.0, limits.smallest / 2, below_normal], np.float32)
 
 
 def _headroom(top: float, not_finite: float, limits: _formats.Format) -> float:
@@ -113,9 +37,12 @@ class Gap:
     lost: bool  # true if a value is finite in float32 and not in 16 bit
     only_nan: bool  # true if the lost values are all NaN, and not infinite
     broken: bool  # true if a float32 value is not finite
-    # These measure the float32 values in the 16-bit format, as in `Measures`.
+    # The share of the float32 values that the 16-bit format rounds to zero.
     flushed: float
+    # The share that it holds with fewer bits: below its normal values.
     subnormal: float
+    # How often the float32 values can be doubled before they overflow; negative
+    # if they do already, `-inf` if one is not finite, `inf` if all are zero.
     headroom_bits: float
     largest: float = 0.0  # the largest float32 value, times the scale
 
@@ -132,7 +59,7 @@ def gap(
     """
     pairs = [*zip(map(_flat, near), map(_flat, exact), strict=True)]
     top = max((largest(right) for _, right in pairs), default=0.0)
-    bounds = _thresholds(limits)[:3] / scale
+    bounds = _bounds(limits) / scale
     sums = np.full(_SUMS, np.nan)
     if top == 0.0 or _ORDINARY[0] < top < _ORDINARY[1]:
         with np.errstate(over="ignore", invalid="ignore"):

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
-from keras import ops, tree
+from keras import tree
 
 from tfmix import _bad_rows, _formats
-from tfmix._keras import layers
+from tfmix._keras import layers, training
+from tfmix.gradient_scaling import outermost
 from tfmix.tools.diagnostics import batch as batches
 from tfmix.tools.diagnostics import probe, verdicts
 
@@ -186,9 +187,12 @@ def _of_layer(bad: _Bad, data: Mapping[str, Any], largest: float) -> Cause:
         )
     where = ""
     if targets > largest:
-        where = f"targets reach {targets:.3g}, float16 ends at {largest:g}"
-    finding = bad.layer, verdicts.FORWARD, verdicts.NOT_FINITE
-    return Cause(f"layer {bad.layer}", verdicts.fault(*finding, where))
+        where = f" (targets reach {targets:.3g}, float16 ends at {largest:g})"
+    return Cause(
+        f"layer {bad.layer}",
+        f"the output of layer {bad.layer!r} is not finite{where}; give it "
+        '`dtype="float32"`',
+    )
 
 
 def arrays(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,6 +245,7 @@ def _run(
     The loss is NaN if the batch cannot be run. No variable is written.
     """
     bad: list[_Bad] = []
+    loss = math.nan
 
     def on_call(call: probe.Call) -> Any:
         outputs = call.proceed()
@@ -248,15 +253,17 @@ def _run(
             bad.append(_Bad(call.target.name, probe.is_finite(call.tensors)))
         return outputs
 
-    x, y, weight = (batch.get(name) for name in ("x", "y", "sample_weight"))
+    y = None if training.compiled_loss(model) is None else batch.get("y")
     try:
+        made = batches.prepare(model, batch["x"], y, None, None)
         watched = probe.watched(probe.targets(model), on_call)
-        with keras.StatelessScope(), watched:
-            x = tree.map_structure(ops.convert_to_tensor, x)
-            data = x, y, weight
-            outputs = batches.outputs_of(model, data)
-            loss = float(batches.loss_of(model, data, outputs))
-            return loss, next(iter(bad), None)
+        with watched, outermost.outputs_as_made():
+            weights = made.weights()
+            if y is None:
+                made.outputs(weights)
+            else:
+                loss = float(made.loss_at(weights))
     except Exception:
         # A custom `train_step` may call the model in another way.
-        return math.nan, next(iter(bad), None)
+        loss = math.nan
+    return loss, next(iter(bad), None)

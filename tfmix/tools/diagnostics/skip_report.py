@@ -91,7 +91,6 @@ class SkipWatch(keras.callbacks.Callback):
         self._lowest: dict[Any, float] = {}
         # The last epoch with skipped steps.
         self._last = skip_causes.Skips()
-        self._has_reported = False
         self._bad_data: skip_causes.BadData | None = None
         # What was reported last, and its first epoch with the counts before.
         self._cause, self._first, self._from = "", 0, (0, 0)
@@ -128,7 +127,7 @@ class SkipWatch(keras.callbacks.Callback):
         if self._now is None:
             # Other callbacks may restore a run in `on_train_begin`.
             self._now = self._count()
-        self._before, self._has_reported = self._now, False
+        self._before = self._now
         self._batches.clear()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -175,8 +174,7 @@ class SkipWatch(keras.callbacks.Callback):
         self, epoch: int, applied: int, skipped: int, loss: float
     ) -> None:
         """Reports the skipped steps of an epoch, unless its scale has grown."""
-        if not self._has_reported and self._last.are_news:
-            self._has_reported = True
+        if self._last.are_news:
             self._report(epoch, self.cause(loss))
 
     def _count(self) -> Counts:

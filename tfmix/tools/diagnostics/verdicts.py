@@ -38,12 +38,6 @@ _LAST = 'keras.layers.Dense(..., dtype="float32")  # the last layer'
 _MEAN = "keras.ops.mean(errors)"
 _SCALER = "tfmix.LossScaleOptimizer(optimizer)"
 CHECK = "`tfmix.check(model, x, y)` says what to write"
-_VERBS = {
-    OVERFLOW: "overflows",
-    UNDERFLOW: "underflows",
-    INACCURATE: "is inaccurate",
-    NOT_FINITE: "is not finite",
-}
 _NAMES = {FORWARD: "its output", BACKWARD: "its gradient", WEIGHTS: "a weight"}
 
 
@@ -72,30 +66,6 @@ class Finding:
             (FORWARD, WEIGHTS, BACKWARD).index(self.phase),
             -self.order if self.phase == BACKWARD else self.order,
         )
-
-
-def fault(layer: str, phase: str, verdict: str, where: str = "") -> str:
-    """Describes a fault of a layer or the loss, and its remedy.
-
-    Args:
-        layer: The name of the layer; `LOSS` for the loss.
-        phase: `FORWARD`, `BACKWARD`, or the kind of a float8 product.
-        verdict: Any verdict but `OK`.
-        where: A further observation, added in brackets.
-
-    Examples:
-        >>> print(fault("head", FORWARD, OVERFLOW))
-        the output of layer 'head' overflows; give it `dtype="float32"`
-    """
-    subject = f"layer {layer!r}"
-    nouns = {FORWARD: "output", BACKWARD: "gradient"}
-    what = f"the {nouns.get(phase, f'{phase} product')} of "
-    if layer == LOSS:
-        subject, what = "the loss", what * (phase == BACKWARD)
-    is_output = layer != LOSS and phase == FORWARD
-    remedy = 'give it `dtype="float32"`' if is_output else CHECK
-    where = where and f" ({where})"
-    return f"{what}{subject} {_VERBS[verdict]}{where}; {remedy}"
 
 
 def of_output(gap: ranges.Gap, limits: _formats.Format) -> str:
@@ -250,3 +220,19 @@ class LayerVerdict:
     broken: bool = False
     dtype: str = ""
     bound: float = math.inf
+
+    @property
+    def code(self) -> str:
+        """The line of code to write, "" for none."""
+        return f" {self.advice}".partition(" # ")[0].strip()
+
+    @property
+    def reason(self) -> str:
+        """The fault, and why it is one."""
+        why = f" {self.advice}".partition(" # ")[2]
+        return f"{self.layer}, {self.phase}, {self.verdict}: {why}"
+
+    @property
+    def sentence(self) -> str:
+        """The reason and the code in one line."""
+        return self.reason + (f"; write {self.code}" if self.code else "")

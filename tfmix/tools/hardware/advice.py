@@ -27,8 +27,6 @@ GPU_MULTIPLE, TPU_MULTIPLE = 8, 128
 
 # An accelerator takes about this many seconds to launch a kernel.
 _LAUNCH = 5e-6
-# The rates of this target count if you name none.
-_FLOAT8_TARGET = "h200"
 
 # The table shows so many layers, the costliest ones. `rows` and JSON have all.
 _SHOWN = 10
@@ -97,8 +95,8 @@ class Advice(_tables.Printed):
         batch_size: The batch size of these numbers.
         fitting: A sentence on the first way that fits the target, in the
             16-bit dtype of `"auto"` there; `""` without a target.
-        float8: Sentences on the gain of `"mixed_float8"`; empty under other
-            policies.
+        float8: Sentences on which layers `"mixed_float8"` covers, and why not
+            others; empty under other policies.
     """
 
     rows: tuple[LayerProducts, ...]
@@ -173,7 +171,6 @@ def advise(
     model: keras.Model,
     batch_size: int,
     *,
-    x: Any = None,
     input_shape: Any = None,
     target: str | None = None,
 ) -> Advice:
@@ -186,15 +183,12 @@ def advise(
     Args:
         model: A `keras.Model`. It is built if necessary.
         batch_size: Integer, rows of a training batch.
-        x: Inputs as for `fit`: an array, a nest of arrays, or a
-            `tf.data.Dataset`. Only their shapes and dtypes are read, for a
-            model that is not built or has inputs of any length. Defaults to
-            `None`: the model's own input shapes.
-        input_shape: Instead of `x`, the shape of one row, such as `(128,)`,
-            for every input, or a nest of such shapes.
-        target: The name of one of `targets()`. Its memory decides what fits,
-            and its rates decide what float8 gains. Defaults to `None`: the
-            memory is not compared, and the rates are an H200's.
+        input_shape: The shape of one row, such as `(128,)`, for every input,
+            or a nest of such shapes, for a model that is not built or has
+            inputs of any length. Defaults to `None`: the model's own.
+        target: The name of one of `targets()`. Its memory decides what fits
+            in the 16-bit dtype of `"auto"` there. Defaults to `None`: the
+            memory is not compared.
 
     Returns:
         An `Advice`: `rows`, `share_16bit`, `memory`, `fitting`, `float8`.
@@ -203,8 +197,7 @@ def advise(
         TypeError: If `model` is not a Keras model, or `batch_size` not an
             integer.
         ValueError: If `batch_size` is below 1, the model's input shapes are
-            not known, you pass both `x` and `input_shape`, they do not fit,
-            or there is no such target.
+            not known or do not fit, or there is no such target.
 
     Examples:
         >>> layers = [keras.Input((64,)), keras.layers.Dense(10)]
@@ -214,7 +207,7 @@ def advise(
     _arguments.model(model)
     size = _arguments.count("batch_size", batch_size, example=32)
     accelerator = None if target is None else targets.find(target)
-    inputs = model_batches.inputs(model, size, x, input_shape)
+    inputs = model_batches.inputs(model, size, input_shape)
     if not host.is_built(model):
         model(*inputs)
     policy = mixed_model.policy_of(model)
@@ -233,8 +226,7 @@ def advise(
         is_small = _is_small(rows, accelerator)
         memory = training_memory.of_target(memory, accelerator)
         fitting = training_memory.first_that_fits(memory, accelerator, is_small)
-    float8 = _float8(rows, accelerator or targets.find(_FLOAT8_TARGET))
-    return Advice(tuple(rows), share, memory, size, fitting, float8)
+    return Advice(tuple(rows), share, memory, size, fitting, _float8(rows))
 
 
 def _is_small(rows: Sequence[LayerProducts], target: targets.Target) -> bool:
@@ -243,47 +235,19 @@ def _is_small(rows: Sequence[LayerProducts], target: targets.Target) -> bool:
     return seconds < _LAUNCH * sum(3 * len(row.shapes) for row in rows)
 
 
-def _float8(rows: list[LayerProducts], target: targets.Target) -> tuple:
-    """Describes which layers are in float8, why not others, and the gain."""
+def _float8(rows: list[LayerProducts]) -> tuple[str, ...]:
+    """Describes which layers are in float8, and why not others."""
     if not any(row.float8 for row in rows):
         return ()
-    chosen = [row for row in rows if row.float8 == "yes"]
     others: dict[str, list[str]] = {}
-    for row in rows:
-        if row not in chosen and row.float8:
-            others.setdefault(row.float8, []).append(row.layer)
+    for row in filter(lambda row: row.float8, rows):
+        others.setdefault(row.float8, []).append(row.layer)
+    chosen = others.pop("yes", [])
     sentences = [f"{len(chosen)} layers multiply in float8."]
     for why, names in others.items():
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         sentences.append(f"Not {', '.join(names[:3])}{more}: {why}.")
-    if "float8" not in target.rates:
-        return (
-            *sentences,
-            f"{target.title} has no float8: it is slower there.",
-        )
-    wide = sum(_seconds(row, target, "bfloat16") for row in rows)
-    narrow = sum(
-        _seconds(row, target, "float8" if row in chosen else "bfloat16")
-        for row in rows
-    )
-    sentences.append(
-        f"By the rates of {target.title}, a step's products take "
-        f"{1e3 * narrow:.3g} ms, casts included; {1e3 * wide:.3g} ms in "
-        f"bfloat16 ({wide / narrow:.2f} times)."
-    )
     return tuple(sentences)
-
-
-def _seconds(row: LayerProducts, target: targets.Target, dtype: str) -> float:
-    """Returns the least time of a layer's three products in a step."""
-    if dtype == "bfloat16" and row.dtype not in _formats.SIXTEEN_BIT:
-        dtype = "float32"
-    seconds = 3 * row.flops / target.rates[dtype]
-    if dtype == "float8":
-        # The factors are read for their amax, read again, and written.
-        moved = sum(m * k + k * n + m * n for m, k, n in row.shapes)
-        seconds += chosen_layers.CAST_BYTES * moved / target.bandwidth
-    return seconds
 
 
 def _row(layer: Any, products: tuple[Product, ...]) -> LayerProducts:
@@ -366,18 +330,12 @@ def _products(layer: Any, inputs: Shapes, outputs: Shapes) -> list[Product]:
 
 
 def _dense(layer: Any, inputs: Shapes, output: Shape) -> list[Product]:
-    return [Product(math.prod(output[:-1]), inputs[0][-1], output[-1])]
-
-
-def _einsum(layer: Any, inputs: Shapes, output: Shape) -> list[Product]:
-    kernel = tuple(layer.kernel.shape)
-    left, right, out = layer.equation.replace("->", ",").split(",")
-    # An ellipsis means leading dimensions, which are rows.
-    sizes = dict(zip(reversed(right), reversed(kernel), strict=False))
-    summed = [label for label in right if label in left and label not in out]
-    k = math.prod(sizes[label] for label in summed)
-    n = math.prod(kernel) // max(k, 1)
-    return [Product(math.prod(output) // max(n, 1), k, n)]
+    left, kernel, right = map(
+        math.prod, (inputs[0], layer.kernel.shape, output)
+    )
+    # The three matrices have m k, k n and m n numbers.
+    m = math.isqrt(left * right // kernel)
+    return [Product(m, left // m, right // m)]
 
 
 def _convolution(layer: Any, inputs: Shapes, output: Shape) -> list[Product]:
@@ -398,27 +356,31 @@ def _separable(layer: Any, inputs: Shapes, output: Shape) -> list[Product]:
     return [Product(math.prod(output) // filters, channels, filters)]
 
 
+def _cells(layer: Any) -> list[Any]:
+    """Returns a loop's cells; those of convolutions and others are left out."""
+    return [
+        cell
+        for cell in getattr(layer.cell, "cells", [layer.cell])
+        if hasattr(cell, "recurrent_kernel") and len(cell.kernel.shape) == 2
+    ]
+
+
 def _recurrent(layer: Any, inputs: Shapes, output: Shape) -> list[Product]:
     batch, steps = inputs[0][:2]
     products = []
-    for cell in getattr(layer.cell, "cells", [layer.cell]):
-        # Cells of convolutions and custom cells may have other kernels.
-        for name, count in (("kernel", 1), ("recurrent_kernel", steps)):
-            kernel = getattr(cell, name, None)
-            if kernel is not None and len(kernel.shape) == 2:
-                k, n = kernel.shape
-                products.append(Product(batch * steps // count, k, n, count))
+    for cell in _cells(layer):
+        for kernel, count in ((cell.kernel, 1), (cell.recurrent_kernel, steps)):
+            k, n = kernel.shape
+            products.append(Product(batch * steps // count, k, n, count))
     return products
 
 
 def _elements_of_loop(layer: Any, inputs: Shapes) -> int:
     """Counts the gates and states of all time steps."""
-    of_step = 0
-    for cell in getattr(layer.cell, "cells", [layer.cell]):
-        # Cells of convolutions and custom cells may have other kernels.
-        kernel = getattr(cell, "kernel", None)
-        if kernel is not None and len(kernel.shape) == 2:
-            of_step += kernel.shape[-1] + sum(tree.flatten(cell.state_size))
+    of_step = sum(
+        cell.kernel.shape[-1] + sum(tree.flatten(cell.state_size))
+        for cell in _cells(layer)
+    )
     return math.prod(inputs[0][:2]) * int(of_step)
 
 
@@ -439,28 +401,14 @@ def _attention(layer: Any, inputs: Shapes, output: Shape) -> list[Product]:
     ]
 
 
-def _dot_attention(layer: Any, inputs: Shapes, output: Shape) -> list[Product]:
-    (batch, queries, size), keys = inputs[0], inputs[1][1]
-    return [
-        Product(queries, size, keys, batch),
-        Product(queries, keys, output[-1], batch),
-    ]
-
-
-def _additive(layer: Any, inputs: Shapes, output: Shape) -> list[Product]:
-    return _dot_attention(layer, inputs, output)[1:]
-
-
 # The names are those of Keras's classes and bases, so subclasses count as well.
 _FORMULAS: dict[str, Callable[[Any, Shapes, Shape], list[Product]]] = {
     "Dense": _dense,
-    "EinsumDense": _einsum,
+    "EinsumDense": _dense,
     "BaseConv": _convolution,
     "BaseConvTranspose": _transposed,
     "BaseSeparableConv": _separable,
     "RNN": _recurrent,
     "MultiHeadAttention": _attention,
     "GroupedQueryAttention": _attention,
-    "AdditiveAttention": _additive,
-    "Attention": _dot_attention,
 }

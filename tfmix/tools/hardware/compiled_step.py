@@ -1,16 +1,13 @@
-"""Records of compiled training steps, which print as tables."""
+"""The record of a compiled training step, which prints as tables."""
 
 import dataclasses
 import json
-import os
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tfmix import _tables
-from tfmix.tools.hardware import training_memory
 
-# The table shows so many products, the costliest ones. `rows`, JSON and HTML
-# have all.
+# The table shows so many products, the costliest ones. `rows` and JSON have
+# all.
 _SHOWN = 20
 
 
@@ -41,23 +38,20 @@ class CompiledProduct:
 
 @dataclasses.dataclass(frozen=True)
 class StepMemory:
-    """The memory of a step on one device, in bytes.
+    """The memory of a step, in bytes.
 
     Attributes:
         arguments: Weights, optimizer, metrics and batch.
-        temporaries: Further memory that the step needs while it runs.
+        temporaries: Further memory that the step needs while it runs:
+            gradients and activations.
         peak: Both, and results that do not overwrite an argument.
         available: The memory of the device.
-        kinds: A `Memory`: weights, masters and optimizer state among the
-            arguments; gradients and activations among the temporaries. The
-            compiler may free a gradient before it computes the next one.
     """
 
     arguments: int
     temporaries: int
     peak: int
     available: int
-    kinds: training_memory.Memory
 
     @property
     def fits(self) -> bool:
@@ -75,10 +69,8 @@ class CompiledStep(_tables.Printed):
         copies: The number of copies inside the device's memory.
         conditionals: The number of branches, at which a GPU waits for the
             host.
-        memory: A `StepMemory`, of one device.
-        exchanges: The number of exchanges between devices.
-        exchanged: Bytes that each device receives in exchanges.
-        flops: Operations of all products, on one device.
+        memory: A `StepMemory`.
+        flops: Operations of all products.
         bytes: Bytes that kernels read and write in the device's memory; only
             the used part for gathers and slices. Data that a TPU fetches into
             its on-chip memory counts once.
@@ -92,8 +84,7 @@ class CompiledStep(_tables.Printed):
         model: The name of the model.
         policy: The name of the policy.
         target: The name of the target.
-        devices: How many devices share the batch.
-        batch_size: Rows of a batch, of all devices together.
+        batch_size: Rows of a batch.
         backend: The Keras backend that lowered the step.
     """
 
@@ -102,8 +93,6 @@ class CompiledStep(_tables.Printed):
     copies: int
     conditionals: int
     memory: StepMemory
-    exchanges: int
-    exchanged: int
     flops: int
     bytes: int
     open_loops: int
@@ -112,7 +101,6 @@ class CompiledStep(_tables.Printed):
     model: str
     policy: str
     target: str
-    devices: int
     batch_size: int
     backend: str
 
@@ -130,19 +118,19 @@ class CompiledStep(_tables.Printed):
     @property
     def title(self) -> str:
         """One line: policy, target, share in 16 bit, bound."""
-        many = f"{self.devices} x " if self.devices > 1 else ""
         products = "no products"
         if self.rows:
             products = f"{self.share_16bit:.0%} of the products in 16 bit"
         return (
-            f"{self.policy} on {many}{self.target}, batch of "
+            f"{self.policy} on {self.target}, batch of "
             f"{self.batch_size}: {products}, at least "
             f"{1e3 * self.seconds:.3g} ms ({self.bound})"
         )
 
     def tables(self) -> list[_tables.Table]:
         """Returns the tables to print."""
-        return [self._products(_SHOWN), _summary({self.policy: self})]
+        heads, rows = ("", self.policy), [*_figures(self).items()]
+        return [self._products(), _tables.Table(heads, rows)]
 
     def to_json(self) -> str:
         """Returns the record as JSON."""
@@ -156,12 +144,7 @@ class CompiledStep(_tables.Printed):
         data["float32_layers"] = list(self.float32_layers)
         return data
 
-    def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes one page with all products to `path`."""
-        products = self._products(len(self.rows))
-        _tables.write_page(path, self.model, [products, self.tables()[1]])
-
-    def _products(self, most: int) -> _tables.Table:
+    def _products(self) -> _tables.Table:
         heads = ("layer", "phase", "(m, k, n)", "dtype", "kernel", "GFLOP")
         rows = [
             (
@@ -174,7 +157,7 @@ class CompiledStep(_tables.Printed):
                 row.kernel,
                 f"{row.flops / 1e9:.3g}",
             )
-            for row in self.rows[:most]
+            for row in self.rows[:_SHOWN]
         ]
         notes = []
         if not self.rows:
@@ -182,7 +165,7 @@ class CompiledStep(_tables.Printed):
                 "to XLA, a product with one row or one column is a sum, of "
                 "which only the bytes are counted"
             )
-        if (more := len(self.rows) - most) > 0:
+        if (more := len(self.rows) - _SHOWN) > 0:
             notes.append(f"and {more} smaller ones: see `rows`")
         if self.float32_layers and self.share_16bit:
             names = ", ".join(path or "-" for path in self.float32_layers)
@@ -195,86 +178,17 @@ class CompiledStep(_tables.Printed):
         return _tables.Table(heads, rows, self.title, notes)
 
 
-@dataclasses.dataclass(frozen=True)
-class CompiledSteps(_tables.Printed, Mapping[str, CompiledStep]):
-    """Several steps side by side, by name; prints as a table.
-
-    Attributes:
-        steps: Dict of policies, or of `"policy, Adam"` for several
-            optimizers, to `CompiledStep`.
-    """
-
-    steps: Mapping[str, CompiledStep]
-
-    def __getitem__(self, name: str) -> CompiledStep:
-        if name not in self.steps:
-            raise KeyError(
-                f"There is no step {name!r}, only {list(self.steps)}."
-            )
-        return self.steps[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.steps)
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    @property
-    def fitting(self) -> str:
-        """A sentence on the step that fits and needs the least memory."""
-        peaks = {
-            name: step.memory.peak
-            for name, step in self.steps.items()
-            if step.memory.fits
-        }
-        if not peaks:
-            return (
-                "None fits: take a smaller batch, or see "
-                "`tfmix.hardware.advise(model, "
-                "batch_size, target=...)` for optimizers that need less."
-            )
-        least = min(peaks, key=lambda name: peaks[name])
-        return f"The least memory: {least}, {peaks[least] / 1e6:,.1f} MB."
-
-    def tables(self) -> list[_tables.Table]:
-        """Returns the table to print."""
-        return [_summary(self.steps, self.fitting)]
-
-    def to_json(self) -> str:
-        """Returns the records as JSON, by policy."""
-        records = {name: step.to_dict() for name, step in self.steps.items()}
-        return json.dumps(records, indent=2)
-
-    def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes one page with all policies and their products to `path`."""
-        steps = list(self.steps.values())
-        products = [step._products(len(step.rows)) for step in steps]
-        _tables.write_page(path, steps[0].model, [*self.tables(), *products])
-
-
-def _summary(steps: Mapping[str, CompiledStep], *notes: str) -> _tables.Table:
-    """Returns a table of the figures of some steps."""
-    figures = [_figures(step) for step in steps.values()]
-    rows = [
-        (name, *(column[name] for column in figures)) for name in figures[0]
-    ]
-    return _tables.Table(("", *steps), rows, notes=notes)
-
-
 def _figures(step: CompiledStep) -> dict[str, str]:
     memory = step.memory
-    kinds = memory.kinds.by_title()
     fits = "fits" if memory.fits else "does not fit"
     return {
         "products in 16 bit": f"{step.share_16bit:.0%}" if step.rows else "-",
         "kernels": f"{step.kernels:,}",
         "copies": f"{step.copies:,}",
         "conditionals": f"{step.conditionals:,}",
-        **{f"{kind}, MB": f"{size / 1e6:,.1f}" for kind, size in kinds.items()},
         "arguments, MB": f"{memory.arguments / 1e6:,.1f}",
         "temporaries, MB": f"{memory.temporaries / 1e6:,.1f}",
         "peak, MB": f"{memory.peak / 1e6:,.1f} ({fits})",
-        "exchanged, MB": f"{step.exchanged / 1e6:,.2f} ({step.exchanges:,})",
         "GFLOP": f"{step.flops / 1e9:,.3g}",
         "GB moved": f"{step.bytes / 1e9:,.3g}",
         "at least, ms": f"{1e3 * step.seconds:.3g} ({step.bound})",

@@ -15,8 +15,6 @@ class Program:
         kernels: Launches that compute something.
         copies: Copies in the device's memory.
         conditionals: Branches; at these a GPU waits for the host.
-        exchanges: Exchanges between devices.
-        exchanged: Bytes that each device sends.
         bytes: Bytes that are read and written in the device's memory. Data
             that a TPU fetches into its on-chip memory counts once, when it is
             fetched. Gathers and scatters count the rows that they use.
@@ -29,8 +27,6 @@ class Program:
     kernels: int
     copies: int
     conditionals: int
-    exchanges: int
-    exchanged: int
     bytes: int
     products: tuple[hlo_products.Product, ...]
     open_loops: int
@@ -46,9 +42,6 @@ def read(text: str) -> Program:
         for name in steps
         for instruction in computations[name].values()
     ]
-    exchanges = [
-        (x, n) for x, _, n in run if x.operation in hlo_traffic.EXCHANGES
-    ]
     return Program(
         kernels=sum(
             n for instruction, _, n in run if hlo_traffic.is_kernel(instruction)
@@ -57,11 +50,6 @@ def read(text: str) -> Program:
             n for instruction, _, n in run if hlo_traffic.is_copy(instruction)
         ),
         conditionals=sum(n for x, _, n in run if x.operation == "conditional"),
-        exchanges=sum(n for _, n in exchanges),
-        exchanged=sum(
-            n * hlo_traffic.exchanged_bytes(instruction)
-            for instruction, n in exchanges
-        ),
         bytes=sum(
             n * hlo_traffic.moved_bytes(instruction, among, computations)
             for instruction, among, n in run

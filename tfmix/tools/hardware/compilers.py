@@ -8,11 +8,8 @@ import dataclasses
 import importlib
 import importlib.util
 import os
-import re
 from collections.abc import Callable
 from typing import Any
-
-import keras
 
 from tfmix._keras import tracing, xla_compilers
 from tfmix.tools.hardware import target as targets
@@ -54,10 +51,10 @@ class Compiled:
 
     Attributes:
         text: The optimized program, as HLO text.
-        arguments: Bytes of the arguments on each device.
-        outputs: Bytes of the outputs on each device.
+        arguments: Bytes of the arguments.
+        outputs: Bytes of the outputs.
         aliased: Bytes of the outputs that overwrite arguments.
-        temporaries: Further bytes that each device needs while it runs.
+        temporaries: Further bytes that the device needs while it runs.
         accessed: The "bytes accessed" that a TPU's compiler counts itself,
             including data that stays on the chip. 0 for a GPU.
     """
@@ -84,14 +81,12 @@ def missing(target: targets.Target) -> list[str]:
     ]
 
 
-def devices(target: targets.Target, count: int) -> list[Any]:
-    """Returns JAX's records of devices to compile for.
+def device(target: targets.Target) -> Any:
+    """Returns JAX's record of a device to compile for.
 
     Raises:
         ImportError: If the target's compiler is not installed.
-        ValueError: If the devices cannot be linked.
     """
-    grid = targets.topology(target, count)
     if lacking := missing(target):
         extra, size, _ = _NEEDED[target.kind]
         raise ImportError(
@@ -101,34 +96,28 @@ def devices(target: targets.Target, count: int) -> list[Any]:
         )
     for name, value in _LIBTPU.items():
         os.environ.setdefault(name, value)
-    _start_jax()
+    import jax
     from jax.experimental import topologies
+
+    jax.local_devices(backend="cpu")
 
     if target.kind == "GPU":
         _register_cuda()
         description = topologies.get_topology_desc(
             platform="cuda",
             topology_name=target.name,
-            topology=grid,
+            topology="1x1x1",
             target_config=targets.config(target),
         )
     else:
         # JAX takes the two cores of a v4 chip for one device.
         cores = {"chip_config_name": "megacore"} if target.name == "v4" else {}
+        # These form boxes, and the others squares.
+        grid = "1x1x1" if target.name in ("v4", "v5p") else "1x1"
         description = topologies.get_topology_desc(
             platform="tpu", topology_name=f"{target.name}:{grid}", **cores
         )
-    return list(description.devices)[:count]
-
-
-def _start_jax() -> None:
-    """Starts JAX; without a GPU or TPU if TensorFlow uses it."""
-    import jax
-
-    chosen = jax.config.jax_platforms or xla_compilers.are_started()
-    if keras.backend.backend() != "jax" and not chosen:
-        jax.config.update("jax_platforms", "cpu")
-    jax.local_devices(backend="cpu")
+    return description.devices[0]
 
 
 def _register_cuda() -> None:
@@ -150,33 +139,15 @@ def traced_for(device: Any) -> contextlib.AbstractContextManager[None]:
 
 def compile_jax(lowered: Any) -> Compiled:
     """Compiles the result of `jax.jit(...).lower(...)`."""
-    compiled = _compile_with_fallback(
+    compiled = compile_with_fallback(
         lambda flags: lowered.compile(compiler_options=flags)
     )
-    return _record(
+    return record(
         compiled.as_text(), compiled.memory_analysis(), compiled.cost_analysis()
     )
 
 
-def compile_tensorflow(function: Any, arguments: Any, device: Any) -> Compiled:
-    """Compiles a `tf.function(jit_compile=True)` for one device."""
-    with traced_for(device):
-        lowered = function.experimental_get_compiler_ir(*arguments)
-        serialized = lowered(stage="hlo_serialized")
-    text = in_stablehlo(xla_compilers.mlir_of(serialized))
-
-    def compile_with(flags: dict[str, Any]) -> Any:
-        return xla_compilers.compile_mlir(text, device, flags)
-
-    executable = _compile_with_fallback(compile_with)
-    (optimized,) = executable.hlo_modules()
-    memory = executable.get_compiled_memory_stats()
-    on_tpu = device.platform == "tpu"
-    costs = executable.cost_analysis() if on_tpu else None
-    return _record(optimized.to_string(), memory, costs)
-
-
-def _compile_with_fallback(
+def compile_with_fallback(
     compile_with: Callable[[dict[str, Any]], Any],
 ) -> Any:
     """Compiles, without Triton if it has no kernel for a product."""
@@ -189,26 +160,8 @@ def _compile_with_fallback(
     return compile_with(_NO_TRITON)
 
 
-def in_stablehlo(text: str) -> str:
-    """Corrects what XLA's translation of a program leaves outside StableHLO.
-
-    A copy becomes an identity, because StableHLO has no copies. A product that
-    names an algorithm becomes a general one, because others cannot name one.
-    """
-    text = re.sub(
-        r"mhlo\.copy(.*?) : (tensor<[^>]*>)",
-        r"stablehlo.reshape\1 : (\2) -> \2",
-        text,
-    )
-    return re.sub(
-        r"stablehlo\.dot (\S+ \S+), (precision = \[.*?\]) "
-        r"\{(algorithm) = #stablehlo.dot_algorithm(<.*?>)\}",
-        r"stablehlo.dot_general \1, contracting_dims = [1] x [0], \2, \3 = \4",
-        text,
-    )
-
-
-def _record(text: str, memory: Any, costs: dict | None) -> Compiled:
+def record(text: str, memory: Any, costs: dict | None) -> Compiled:
+    """Returns a `Compiled` of what JAX knows of a program."""
     return Compiled(
         text,
         memory.argument_size_in_bytes,

@@ -11,10 +11,6 @@ _FREE = frozenset(
     "replica-id copy conditional while call optimization-barrier "
     "domain".split()
 )
-EXCHANGES = frozenset(
-    "all-reduce all-gather reduce-scatter all-to-all collective-permute "
-    "all-reduce-start all-gather-start collective-permute-start".split()
-)
 # Asynchronous instructions begin in one line and end in another.
 _PARTS = ("-start", "-update", "-done")
 # These custom calls are hints to the compiler, and run nothing.
@@ -43,10 +39,8 @@ def is_kernel(instruction: hlo_text.Instruction) -> bool:
         return True
     if instruction.operation == "custom-call":
         return not any(name in instruction.rest for name in _NO_WORK)
-    if (
-        instruction.operation in _FREE | EXCHANGES
-        or instruction.operation.endswith(_PARTS)
-    ):
+    operation = instruction.operation
+    if operation in _FREE or operation.endswith(_PARTS):
         return False
     # Scalars are computed by a TPU's control unit.
     return "[]" not in instruction.result
@@ -140,11 +134,3 @@ def _inside(kind: str) -> int:
 
 def _outside(kind: str) -> int:
     return hlo_text.size(kind) - _inside(kind)
-
-
-def exchanged_bytes(exchange: hlo_text.Instruction) -> int:
-    """Returns the bytes that an exchange takes from each device."""
-    # Asynchronous exchanges also return their input.
-    operation = exchange.operation
-    is_start = operation.endswith("-start") and operation != "all-reduce-start"
-    return hlo_text.size(exchange.result) // (2 if is_start else 1)

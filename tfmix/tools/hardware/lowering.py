@@ -1,6 +1,5 @@
 """Lowers a model's training step for the compiler of another device."""
 
-import contextlib
 import functools
 import re
 from collections.abc import Callable
@@ -9,100 +8,26 @@ from typing import Any
 import keras
 from keras import tree
 
-from tfmix._keras import graphs, tracing, training
+from tfmix._keras import graphs, training
 from tfmix._keras import layers as host
 from tfmix.tools.hardware import compilers, model_batches
 
 _MARK = "tfmix_layer_"
 
 
-def compile_training_step(
-    model: keras.Model, batch_size: int, devices: list[Any]
-) -> compilers.Compiled:
-    """Compiles the step that `fit` runs for each batch, including the guard.
-
-    Args:
-        model: A compiled model. Its optimizer is built.
-        batch_size: Rows of a batch, of all devices together.
-        devices: JAX's records of the devices, from `compilers.devices`.
-    """
-    (x,) = model_batches.inputs(model, batch_size)
-    outputs = graphs.run_on_shapes(model, [x])
-    y = model_batches.targets(model, outputs)
-    data = keras.utils.pack_x_y_sample_weight(x, y)
-    try:
-        return _compile(model, data, devices)
-    except Exception:
-        if y is not None or not training.has_own_step(model):
-            raise
-        # A custom `train_step` may read targets without a loss of the model.
-        return _compile(model, (x, outputs), devices)
-
-
-def _compile(
-    model: keras.Model, data: Any, devices: list[Any]
-) -> compilers.Compiled:
-    training.build_for_training(model, data)
-    if not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
-    on_jax = keras.backend.backend() == "jax"
-    compile_step = _compile_on_jax if on_jax else _compile_on_tensorflow
-    layers = host.called(model)
-    mark = functools.partial(_with_scope, layers)
-    with graphs.calls_replaced(layers, mark):
-        return compile_step(model, data, devices)
-
-
-def layer_of(label: str) -> int | None:
-    """Returns the index of the `called` layer that a product is from."""
-    # Frameworks number layers of the same name differently in their scopes, so
-    # tfmix has its own.
-    indices = re.findall(rf"{_MARK}(\d+)", label)
-    return int(indices[-1]) if indices else None
-
-
-def _with_scope(layers: list, index: int, original: Callable) -> Callable:
-    """Returns a layer's `call` with its own name scope."""
-    # On TensorFlow, Keras compiles a grouped convolution as a separate
-    # function, whose gradients would be outside of the scope.
-    inlined: Callable[[], Any] = contextlib.nullcontext
-    if hasattr(layers[index], "groups"):
-        inlined = tracing.nothing_traced
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with _scope(f"{_MARK}{index}"), inlined():
-            return original(*args, **kwargs)
-
-    return call
-
-
-def _scope(name: str) -> contextlib.AbstractContextManager:
-    if keras.backend.backend() == "jax":
-        import jax
-
-        return jax.named_scope(name)
-    import tensorflow as tf
-
-    return tf.name_scope(name)
-
-
-def _compile_on_jax(
-    model: keras.Model, data: Any, devices: list[Any]
+def _compile_step(
+    model: keras.Model, data: Any, device: Any
 ) -> compilers.Compiled:
     import jax
-    import numpy as np
 
-    mesh = jax.sharding.Mesh(np.asarray(devices), ("batch",))
-    everywhere = jax.sharding.PartitionSpec()
-    rows = jax.sharding.PartitionSpec("batch")
+    sharding = jax.sharding.SingleDeviceSharding(device)
 
-    def describe(leaf: Any, spec: Any) -> Any:
-        sharding = jax.sharding.NamedSharding(mesh, spec)
+    def describe(leaf: Any) -> Any:
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
         return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
 
     state = tuple(
-        [describe(variable, everywhere) for variable in variables]
+        [describe(variable) for variable in variables]
         for variables in (
             model.trainable_variables,
             model.non_trainable_variables,
@@ -110,43 +35,66 @@ def _compile_on_jax(
             model.metrics_variables,
         )
     )
-    batch = tree.map_structure(lambda leaf: describe(leaf, rows), data)
+    batch = tree.map_structure(describe, data)
     step = jax.jit(model.train_step, donate_argnums=0)
-    with compilers.traced_for(devices[0]):
+    with compilers.traced_for(device):
         lowered = step.lower(state, batch)
     return compilers.compile_jax(lowered)
 
 
-def _compile_on_tensorflow(
-    model: keras.Model, data: Any, devices: list[Any]
+def compile_training_step(
+    model: keras.Model,
+    batch_size: int,
+    device: Any,
+    compile_step: Callable[..., compilers.Compiled] = _compile_step,
 ) -> compilers.Compiled:
-    import tensorflow as tf
+    """Compiles the step that `fit` runs for each batch, including the guard.
 
-    if len(devices) > 1:
-        raise ValueError(
-            "Under the TensorFlow backend, `devices` must be 1: its replicas "
-            "are only connected when they run. Received: "
-            f"devices={len(devices)}. Pass one device's share of the batch, "
-            "or set KERAS_BACKEND=jax."
-        )
-    # TensorFlow compiles for specs of tensors, but not for nests of specs.
-    leaves = [
-        tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in tree.flatten(data)
-    ]
-
-    @tf.function(jit_compile=True, autograph=False)
-    def step(*batch: Any) -> Any:
-        return model.train_step(tree.pack_sequence_as(data, list(batch)))
-
+    Args:
+        model: A compiled model. Its optimizer is built.
+        batch_size: Rows of a batch.
+        device: JAX's record of the device, from `compilers.device`.
+        compile_step: Function that compiles the model's step for a batch.
+    """
+    (x,) = model_batches.inputs(model, batch_size)
+    outputs = graphs.run_on_shapes(model, [x])
+    y = model_batches.targets(model, outputs)
+    data = keras.utils.pack_x_y_sample_weight(x, y)
     try:
-        return compilers.compile_tensorflow(step, leaves, devices[0])
-    except ValueError as error:
-        lacking = re.findall(r"(\w+) \(No registered", str(error))
-        if not lacking:
+        return _compile(model, data, device, compile_step)
+    except Exception:
+        if y is not None or not training.has_own_step(model):
             raise
-        raise ValueError(
-            "Under TensorFlow, XLA cannot compile the ops "
-            f"{sorted(set(lacking))} of {model.name!r}; `fit` trains it "
-            "without XLA. Remove their layers from the model (apply image "
-            "augmentation to the dataset), or set KERAS_BACKEND=jax."
-        ) from error
+        # A custom `train_step` may read targets without a loss of the model.
+        return _compile(model, (x, outputs), device, compile_step)
+
+
+def _compile(
+    model: keras.Model, data: Any, device: Any, compile_step: Callable
+) -> compilers.Compiled:
+    training.build_for_training(model, data)
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    layers = host.called(model)
+    mark = functools.partial(_with_scope, layers)
+    with graphs.calls_replaced(layers, mark):
+        compiled: compilers.Compiled = compile_step(model, data, device)
+    return compiled
+
+
+def layer_of(label: str) -> int | None:
+    """Returns the index of the `called` layer that a product is from."""
+    # JAX's own scopes do not tell layers of the same name apart.
+    indices = re.findall(rf"{_MARK}(\d+)", label)
+    return int(indices[-1]) if indices else None
+
+
+def _with_scope(layers: list, index: int, original: Callable) -> Callable:
+    """Returns a layer's `call` with its own name scope."""
+    import jax
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(f"{_MARK}{index}"):
+            return original(*args, **kwargs)
+
+    return call

@@ -1,8 +1,6 @@
 """Published figures of accelerators, which need not be attached."""
 
 import dataclasses
-import math
-import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -86,7 +84,7 @@ def targets() -> Targets:
 
 
 def find(name: str) -> Target:
-    """Returns the target of a name, tfmix's own or that of a driver.
+    """Returns the target of a name.
 
     Raises:
         TypeError: If `name` is not a string.
@@ -97,56 +95,14 @@ def find(name: str) -> Target:
             "`target` must be a name such as 'h200'. Received: "
             f"target={name!r} of type {type(name).__name__}."
         )
-    if name.lower() in _TARGETS:
-        return _TARGETS[name.lower()]
-    words = _words(name)
-    # The same chip has other figures with other memory, or on another card.
-    near = [x for x in _TARGETS.values() if x.name.split("-")[0] in words]
-    matches = [target for target in near if words <= _words(target.title)]
-    if len(matches) > 1:
-        matches = [target for target in matches if target.name in words]
-    if not matches:
-        similar = (
-            near[0].name if near else "-".join(sorted(words, reverse=True))
-        )
-        hint = _arguments.did_you_mean(similar, list(_TARGETS))
+    target = _TARGETS.get(name.lower())
+    if target is None:
+        hint = _arguments.did_you_mean(name.lower(), list(_TARGETS))
         raise ValueError(
             f"`target` must be one of {sorted(_TARGETS)!r}. Received: "
             f"target={name!r}.{hint}"
         )
-    return matches[0]
-
-
-# Drivers add these words to the names of chips: "NVIDIA H100 80GB HBM3".
-_ADDED = frozenset(("nvidia", "tesla", "geforce", "hbm3", "hbm3e", "tpu"))
-
-
-def _words(name: str) -> frozenset[str]:
-    """Returns the words of a chip's name, in lower case, without brands."""
-    joined = re.sub(r"(rtx)\W*|(\d)\W*(?=gb)", r"\1\2", name.lower())
-    plain = re.sub(r"sxm\d", "sxm", joined)
-    return frozenset(re.split(r"[\W_]+", plain)) - _ADDED
-
-
-def topology(target: Target, devices: int) -> str:
-    """Returns the grid that links a number of devices, as text for XLA.
-
-    Raises:
-        ValueError: If there is no such grid.
-    """
-    if target.kind == "GPU":
-        return f"1x1x{devices}"
-    # TPUs form squares, or rectangles twice as long as wide for odd powers of
-    # two. v4 and v5p form boxes.
-    axes = 3 if target.name in ("v4", "v5p") else 2
-    power = int(math.log2(devices))
-    if 2**power != devices or not 1 <= devices <= 256:
-        raise ValueError(
-            "`devices` must be a power of two from 1 to 256 for a TPU. "
-            f"Received: devices={devices!r}, target={target.name!r}."
-        )
-    sides = [2 ** ((power + axis) // axes) for axis in range(axes)]
-    return "x".join(map(str, sorted(sides, reverse=axes == 3 and power == 2)))
+    return target
 
 
 def config(target: Target) -> str:

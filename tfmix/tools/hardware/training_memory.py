@@ -2,14 +2,13 @@
 
 import dataclasses
 import math
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
 
 from tfmix._keras import optimizers
-from tfmix.optimizers import eight_bit, eight_bit_slots, sixteen_bit_optimizer
+from tfmix.optimizers import eight_bit, eight_bit_slots
 from tfmix.tools.hardware import target as targets
 
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
@@ -104,36 +103,6 @@ def by_way(model: Any, outputs: int) -> dict[str, Memory]:
     return memories
 
 
-def of_step(model: Any, temporaries: int) -> Memory:
-    """Returns the memory of a compiled model's training step.
-
-    Args:
-        model: A compiled model whose optimizer is built.
-        temporaries: Bytes that a step needs besides its arguments: gradients,
-            and the rest counts as activations.
-    """
-    *wrappers, inner = optimizers.chain(model.optimizer)
-    masters = [
-        variable
-        for wrapper in wrappers
-        if isinstance(wrapper, sixteen_bit_optimizer.SixteenBitOptimizer)
-        for variable in optimizers.own_variables(wrapper)
-    ]
-    slots = {
-        id(variable): variable
-        for worker in (inner, *optimizers.workers(inner))
-        for variable in worker.variables
-    }
-    gradients = _bytes(model.trainable_variables)
-    return Memory(
-        _bytes(model.variables),
-        _bytes(masters),
-        _bytes(slots.values()),
-        gradients,
-        max(temporaries - gradients, 0),
-    )
-
-
 def of_target(
     memories: Mapping[str, Memory], target: targets.Target
 ) -> dict[str, Memory]:
@@ -188,20 +157,6 @@ def _eight_bit_bytes(variable: keras.Variable) -> int:
         return elements * _BYTES["float32"]
     blocks = math.prod(eight_bit.blocks_shape(tuple(variable.shape)))
     return elements + blocks * _BYTES["float32"]
-
-
-def _bytes(variables: Iterable[keras.Variable]) -> int:
-    """Returns the bytes of variables; scalars do not count."""
-    return sum(
-        math.prod(variable.shape) * _size(variable.dtype)
-        for variable in variables
-        if len(variable.shape)
-    )
-
-
-def _size(dtype: str) -> int:
-    bits = re.search(r"\d+", dtype)
-    return int(bits.group()) // 8 if bits else 1
 
 
 def _elements(variables: Iterable[keras.Variable]) -> int:

@@ -309,7 +309,7 @@ class _Session:
             ended=_ended(),
             steps=self._steps.count(),
             skipped=self._steps.skipped(),
-            cause=self._cause(),
+            cause=self.cause,
             milliseconds=None if group is None else group.milliseconds(),
             timed=0 if group is None else group.steps_timed(),
             blocks=[] if group is None else group.blocks(),
@@ -339,12 +339,6 @@ class _Session:
             return self._by_script[name], "the script asks for it itself"
         why = f"'auto', {suited_policy(devices())[1]}"
         return policies.Policy(asked), why if asked == "auto" else "asked for"
-
-    def _cause(self) -> str:
-        if not self._steps.skipped():
-            return ""
-        # `fit` knows more, because it has the data.
-        return self.cause or self._steps.cause() or "not known"
 
 
 def _outermost(known: Iterable[Any], trained: set[int]) -> list[keras.Layer]:

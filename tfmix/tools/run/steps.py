@@ -41,9 +41,7 @@ class Counter:
     """The steps of one optimizer, which it does not keep alive.
 
     Attributes:
-        cause: The cause of skipped steps, from their gradients, or "".
         eager: How often it was applied outside of step functions.
-        in_a_step: How often a step function applies it in one train step.
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
@@ -52,8 +50,7 @@ class Counter:
         self._start = keras_variables.value_outside(self._iterations)
         # A variable, or the counter of an unwrapped optimizer.
         self._skips: Any = None
-        self.calls, self.eager, self.in_a_step = 0, 0, 1
-        self.cause = ""
+        self.calls, self.eager = 0, 0
 
     def find_skips(self) -> None:
         """Finds what counts the skipped steps."""
@@ -84,30 +81,11 @@ class Counter:
         skipped = keras_variables.value_outside(self._skips)
         return None if skipped is None else int(skipped)
 
-    def note_overflow(self) -> None:
-        """Stores the likeliest cause of skips, while the optimizer exists."""
-        optimizer = self._optimizer()
-        if optimizer is None or not self.skipped():
-            return
-        counts = _skipper(optimizer).overflow_counts
-        worst = max(counts, key=counts.__getitem__, default="")
-        if worst and counts[worst]:
-            self.cause = (
-                "all gradients are NaN or infinite at once, as with NaN in a "
-                "batch or in the loss"
-                if len(counts) > 1 and len(set(counts.values())) == 1
-                else f"the gradient of {worst!r} overflows most often"
-            )
-
 
 def _skips(optimizer: keras.optimizers.Optimizer) -> Any:
+    """Returns what counts an optimizer's skips, or None."""
     if isinstance(optimizer, scaling.LossScaleOptimizer):
         return next(v for v in optimizer.variables if v.name == "skipped_steps")
-    return _skipper(optimizer)
-
-
-def _skipper(optimizer: keras.optimizers.Optimizer) -> Any:
-    """Returns what counts an optimizer's skips, or None."""
     holder: Any = types.SimpleNamespace(optimizer=optimizer)
     return next(iter(bare_optimizers.skippers(holder)), None)
 
@@ -182,7 +160,6 @@ class Group:
         self._read(counters, outputs, lambda: steps_of(counters))
         if self.calls == 1:
             self.first = self._marks[0][0] - began
-            _compare_counts(counters)
 
     def applied(self, counter: Counter) -> None:
         """Notes a step of eager code, which begins with this counter's."""
@@ -205,10 +182,7 @@ class Group:
                 return
         if _ON_JAX:
             compiled_calls.wait(outputs)
-        made = steps()
-        self._marks.append((time.perf_counter(), made))
-        for counter in counters:
-            counter.note_overflow()
+        self._marks.append((time.perf_counter(), steps()))
 
     def steps_timed(self) -> int:
         """Returns the number of timed steps."""
@@ -245,18 +219,9 @@ class Group:
 
 def steps_of(counters: Sequence[Counter]) -> int:
     """Returns the train steps of optimizers that are applied together."""
-    return max(each.applied() // each.in_a_step for each in counters)
-
-
-def _compare_counts(counters: list[Counter]) -> None:
-    """Notes how often one train step applies each of several optimizers.
-
-    A critic may be applied five times for each time of its generator.
-    """
     applied = [each.applied() for each in counters]
-    if all(applied) and all(each.calls == 1 for each in counters):
-        for counter, times in zip(counters, applied, strict=True):
-            counter.in_a_step = times // min(applied)
+    # A critic may be applied five times for each time of its generator.
+    return min(filter(None, applied), default=0)
 
 
 class Steps:
@@ -328,12 +293,6 @@ class Steps:
     def trained(self) -> list[keras.Variable]:
         """Returns the variables of all optimizers that still exist."""
         return [v for counter in self._every for v in counter.trained()]
-
-    def cause(self) -> str:
-        """Returns the cause of skipped steps, from their gradients, or ""."""
-        for counter in self._every:
-            counter.note_overflow()
-        return next((each.cause for each in self._every if each.cause), "")
 
     def longest(self) -> Group | None:
         """Returns the group with the most timed steps."""

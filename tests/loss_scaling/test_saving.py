@@ -1,0 +1,180 @@
+"""Saved state is restored exactly, or refused."""
+
+import copy
+import warnings
+
+import keras
+import numpy as np
+import pytest
+
+import tfmix
+from tests import helpers, steps
+from tfmix.loss_scaling import optimizer as optimizers
+from tfmix.loss_scaling import rules
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The gradients are divided by the loss scale"
+)
+Wrapped = optimizers.LossScaleOptimizer
+
+
+def trained(wrapped=None, bad_steps=2):
+    """Returns an optimizer in the middle of a growth window."""
+    if wrapped is None:
+        rule = rules.DynamicLossScale(1024.0, growth_steps=5, hysteresis=3)
+        wrapped = Wrapped(keras.optimizers.Adam(0.1), loss_scale=rule)
+    step = steps.stepper(wrapped, steps.variables(), steps.MODES[1])
+    for seed in range(4):
+        step(steps.gradients(seed))
+    for seed in range(bad_steps):
+        step([np.full_like(g, np.nan) for g in steps.gradients(seed)])
+    return wrapped
+
+
+def test_a_file_says_that_it_needs_tfmix(tmp_path, monkeypatch):
+    with tfmix.policy_scope("mixed_float16"):
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile(Wrapped("adam"), "mse")
+    model.optimizer.build(model.trainable_variables)
+    model.save(tmp_path / "model.keras")
+    load = keras.saving.load_model
+    assert type(load(tmp_path / "model.keras").optimizer) is Wrapped
+    # Keras has none of these classes in a process that did not import tfmix.
+    known = keras.saving.get_custom_objects()
+    for name in [*known]:
+        if name.startswith("tfmix>"):
+            monkeypatch.delitem(known, name)
+    with pytest.raises(TypeError, match="^Could not locate.*`import tfmix` fi"):
+        load(tmp_path / "model.keras")
+    plain = load(tmp_path / "model.keras", compile=False)
+    assert plain.layers[0].compute_dtype == "float16"
+
+
+def fresh(like):
+    again = Wrapped.from_config(like.get_config())
+    again.build(steps.variables())
+    return again
+
+
+def assert_equal_state(one, two):
+    helpers.assert_unchanged(one.variables, helpers.snapshot(two.variables))
+
+
+def network():
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+
+
+@pytest.mark.parametrize("bad_steps", [0, 1, 2, 4])
+def test_own_variables_come_back_bit_for_bit(bad_steps):
+    source, store = trained(bad_steps=bad_steps), {}
+    source.save_own_variables(store)
+    target = fresh(source)
+    target.load_own_variables(store)
+    assert_equal_state(target, source)
+    assert target.skipped_steps == bad_steps
+    assert target.consecutive_skips == bad_steps
+
+
+@pytest.mark.costly
+def test_all_state_is_set_or_none(said):
+    source, store = trained(), {}
+    target, weights = fresh(source), helpers.snapshot(source.variables)
+    target.set_weights(weights)
+    assert_equal_state(target, source)
+    zeros = [0 * weight for weight in weights]
+    with pytest.raises(ValueError, match="Received: 4 arrays"):
+        target.set_weights(zeros[:4])
+    with pytest.raises(ValueError, match=r"of shape \(7, 7\)"):
+        target.set_weights([*zeros[:-1], np.zeros((7, 7), "float32")])
+    trained(Wrapped(keras.optimizers.SGD(0.1))).save_own_variables(store)
+    target.load_own_variables(store)
+    assert "it has 6 variables, and the file" in said[-1]
+    assert_equal_state(target, source)
+    with pytest.raises(ValueError, match="needs a built optimizer"):
+        Wrapped("adam").set_weights([])
+
+
+@pytest.mark.costly
+@pytest.mark.filterwarnings("ignore:Skipping variable loading")
+def test_weights_can_be_loaded_where_there_is_no_state_to_restore(
+    tmp_path, said
+):
+    def compiled():
+        model = network()
+        model.compile(Wrapped("adam"), loss="mse")
+        return model
+
+    x = np.linspace(-1.0, 1.0, 48, dtype="float32").reshape(12, 4)
+    x[5, 2] = np.inf
+    source = compiled()
+    source.fit(x, x.sum(axis=1), batch_size=6, verbose=0)
+    source.save_weights(tmp_path / "trained.weights.h5")
+    target = compiled()
+    with pytest.warns(UserWarning, match="Skipping variable loading"):
+        target.load_weights(tmp_path / "trained.weights.h5")
+    assert not said
+    helpers.assert_same_bits(target.get_weights()[0], source.get_weights()[0])
+    target.optimizer.build(target.trainable_variables)
+    target.load_weights(tmp_path / "trained.weights.h5")
+    assert_equal_state(target.optimizer, source.optimizer)
+    network().save_weights(tmp_path / "bare.weights.h5")
+    target.load_weights(tmp_path / "bare.weights.h5")
+    assert "holds no optimizer state" in said[-1]
+    assert_equal_state(target.optimizer, source.optimizer)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("frozen_first", [False, True])
+@pytest.mark.parametrize("name", ["mixed_float16", "bfloat16"])
+def test_a_model_loads_after_other_layers_became_trainable(
+    name, frozen_first, tmp_path, said
+):
+    with tfmix.policy_scope(name):
+        model = keras.Sequential(
+            [keras.Input((2,)), keras.layers.Dense(2), keras.layers.Dense(1)]
+        )
+        model.layers[0].trainable = not frozen_first
+        model.compile("adam", "mse")
+        x, y = np.ones((4, 2)), np.ones((4, 1))
+        model.fit(x, y, verbose=0)
+        model.layers[0].trainable = frozen_first
+        model.save(tmp_path / "model.keras")
+        with warnings.catch_warnings():
+            # Keras gives the same warning for the optimizers inside.
+            warnings.simplefilter("ignore")
+            loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert any("trainable variables" in text for text in said)
+    for ours, theirs in zip(loaded.weights, model.weights, strict=True):
+        helpers.assert_same_bits(ours, theirs)
+    loaded.fit(x, y, verbose=0)
+
+
+INNER = {
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "masters": lambda: tfmix.optimizers.MasterWeightOptimizer(
+        keras.optimizers.Adam(0.01), flat=True
+    ),
+}
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("inner", INNER)
+# Keras warns of every optimizer that was saved before it was built.
+@pytest.mark.filterwarnings("ignore:Skipping variable loading:UserWarning")
+def test_a_model_saved_before_its_first_step_loads_and_trains(inner, tmp_path):
+    with tfmix.policy_scope("float16"):
+        model = network()
+        model.compile(Wrapped(INNER[inner](), loss_scale=64.0), loss="mse")
+    model.save(tmp_path / "new.keras")
+    loaded = keras.models.load_model(tmp_path / "new.keras")
+    tfmix.guard(loaded)
+    before = loaded.get_weights()
+    loaded.train_on_batch(np.ones((8, 4), "float32"), np.zeros((8, 1)))
+    assert loaded.optimizer.loss_scale == 64.0
+    assert int(loaded.optimizer.iterations) == 1
+    assert not np.array_equal(before[0], loaded.get_weights()[0])
+
+
+def test_a_copy_that_is_not_built_keeps_the_scale(said):
+    assert copy.deepcopy(Wrapped("adam", 64.0)).loss_scale == 64.0
+    assert not said

@@ -1,0 +1,69 @@
+"""Each file of the core has a test file of its name, or a known one."""
+
+import pytest
+
+from tests.tree import ROOT
+
+CORE = (
+    *("policy", "ops", "gradient_scaling", "step", "loss_scaling"),
+    *("autocast", "conversion", "float8", "optimizers", "_keras"),
+)
+# Files of the core that are tested under another name.
+ELSEWHERE = {
+    "policy/names": "policy/test_policy",
+    "ops/jax_custom_gradients": "gradient_scaling/test_users_gradients",
+    "ops/tensors": "ops/test_apply",
+    "gradient_scaling/heads": "wild/test_gradients",
+    "gradient_scaling/raw_ops": "gradient_scaling/test_power",
+    "step/gradients": "step/test_who_divides",
+    "loss_scaling/errors": "loss_scaling/test_optimizer",
+    "loss_scaling/inner_attributes": "loss_scaling/test_optimizer",
+    "loss_scaling/state": "loss_scaling/test_optimizer",
+    "autocast/replaced": "autocast/test_interceptor",
+    "optimizers/eight_bit_slots": "optimizers/test_low_memory",
+    "optimizers/elementwise": "optimizers/test_master_weights",
+    "optimizers/flat": "optimizers/test_master_weights",
+    "optimizers/views": "optimizers/test_master_weights",
+    # What only this folder may know of Keras has a contract for each name.
+    "_keras/compile_method": "autocast/test_compile_watch",
+    "_keras/custom_vjp": "_keras/test_contract_meanings",
+    "_keras/files": "loss_scaling/test_between_policies",
+    "_keras/float8_kernel": "float8/test_product",
+    "_keras/graphs": "conversion/test_convert",
+    "_keras/kernels": "step/test_finite",
+    "_keras/layers": "_keras/test_contract_meanings",
+    "_keras/tapes": "_keras/test_contract_meanings",
+    "_keras/training": "_keras/test_contract_meanings",
+    "_keras/variables": "_keras/test_contract_meanings",
+}
+
+
+def core():
+    """Lists the files of the core as `folder/file`, without `__init__`."""
+    return {
+        f"{folder}/{path.stem}"
+        for folder in CORE
+        for path in (ROOT / "tfmix" / folder).glob("*.py")
+        if path.stem != "__init__"
+    }
+
+
+def place(name):
+    """Returns the place of the test file of the same name."""
+    folder, _, file = name.partition("/")
+    return ROOT / "tests" / folder / f"test_{file}.py"
+
+
+@pytest.mark.every_case("each is a file, and fast")
+@pytest.mark.parametrize("name", sorted(core()))
+def test_a_file_of_the_core_has_a_test_file(name):
+    path = place(name)
+    if name in ELSEWHERE:
+        assert not path.exists(), f"take {name} out of ELSEWHERE"
+        path = ROOT / "tests" / f"{ELSEWHERE[name]}.py"
+    assert path.is_file(), f"tests of tfmix/{name}.py belong into {path}"
+
+
+def test_the_list_names_files_of_the_core_only():
+    assert len(core()) > 40
+    assert not ELSEWHERE.keys() - core()

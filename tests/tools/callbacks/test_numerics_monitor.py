@@ -1,0 +1,240 @@
+"""NumericsMonitor names the layer inside `fit`, and changes nothing else."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+import tfmix
+from tests import helpers
+from tests.tools.diagnostics import faults
+from tfmix.loss_scaling import optimizer as scaling
+from tfmix.tools.callbacks import numerics_monitor
+
+Monitor = numerics_monitor.NumericsMonitor
+
+
+JAX = keras.backend.backend() == "jax"
+
+
+def healthy(jit_compile=False, **settings):
+    keras.utils.set_random_seed(3)
+    layers = [
+        keras.Input((4,)),
+        keras.layers.Dense(8, activation="relu", dtype="mixed_float16"),
+        keras.layers.BatchNormalization(dtype="mixed_float16"),
+        keras.layers.Dropout(0.2, seed=5, dtype="mixed_float16"),
+        keras.layers.Dense(1, dtype="mixed_float16"),
+        keras.layers.Activation("linear", dtype="float32"),
+    ]
+    model = keras.Sequential(layers)
+    optimizer = scaling.LossScaleOptimizer(keras.optimizers.Adam())
+    model.compile(optimizer, "mse", jit_compile=jit_compile, **settings)
+    return model
+
+
+def data(rows=24):
+    generator = np.random.default_rng(0)
+    return generator.normal(size=(rows, 4)), generator.normal(size=(rows, 1))
+
+
+def train(model, *callbacks, **settings):
+    settings = {"verbose": 0, "shuffle": False, "batch_size": 4} | settings
+    return model.fit(*data(), callbacks=list(callbacks), **settings)
+
+
+@pytest.mark.parametrize(
+    "jit_compile", [JAX, pytest.param(not JAX, marks=pytest.mark.slow)]
+)
+def test_a_healthy_run_raises_no_alarm_and_is_not_changed(jit_compile):
+    plain, watched = healthy(jit_compile), healthy(jit_compile)
+    monitor = Monitor(every=4)
+    expected = train(plain, epochs=2).history
+    history = train(watched, monitor, epochs=2).history
+    assert history.pop("numerics_events") == [0, 0]
+    assert min(history.pop("headroom_bits")) > 0
+    assert history == expected
+    assert monitor.events == []
+    assert not isinstance(watched.train_function, numerics_monitor.Tap)
+    for left, right in zip(plain.variables, watched.variables, strict=True):
+        np.testing.assert_array_equal(np.array(left), np.array(right))
+    names = {layer.name for layer in watched.layers}
+    assert names <= {row.layer for row in monitor.report.rows}
+
+
+def test_a_sample_sees_the_weights_of_its_step():
+    model, seen = healthy(), []
+
+    class Reading(Monitor):
+        def _look(self, step, batch):
+            seen.append([np.array(w.value) for w in self._model.weights])
+
+    before = [np.array(weight) for weight in model.weights]
+    train(model, Reading(every=5))
+    after = [np.array(weight) for weight in model.weights]
+    assert len(seen) == 2
+    for first, start in zip(seen[0], before, strict=True):
+        np.testing.assert_array_equal(first, start)
+    kernels = before[0], seen[1][0], after[0]
+    assert not np.array_equal(kernels[0], kernels[1])
+    assert not np.array_equal(kernels[1], kernels[2])
+
+
+@ops.custom_gradient
+def exploding(values):
+    def grad(upstream):
+        return upstream * 1e4 * 1e4
+
+    return values * 0.0, grad
+
+
+class Blowing(keras.layers.Layer):
+    """Returns zeros, with a gradient that no format can hold."""
+
+    def call(self, inputs):
+        return exploding(inputs)
+
+
+# Two layers read one tensor, or each its own; "guilty" is first or second.
+@pytest.mark.slow
+@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_right_one_of_two_branches_is_blamed(is_first, is_shared):
+    keras.utils.set_random_seed(0)
+    tfmix.set_global_policy("mixed_float16")
+    inputs = keras.Input((4,))
+    left = right = keras.layers.Dense(8, name="left")(inputs)
+    if not is_shared:
+        right = keras.layers.Dense(8, name="right")(inputs)
+    branches = [(Blowing(name="guilty"), left)]
+    branches += [(keras.layers.Dense(8, name="innocent"), right)]
+    made = [each(x) for each, x in branches[:: 1 if is_first else -1]]
+    outputs = keras.layers.Dense(1, dtype="float32")(keras.layers.Add()(made))
+    model = keras.Model(inputs, outputs)
+    optimizer = scaling.LossScaleOptimizer(keras.optimizers.SGD(1e-3))
+    model.compile(optimizer, "mse", jit_compile=JAX)
+    train(model, monitor := Monitor(), batch_size=24)
+    event = monitor.events[0]
+    found = (event.layer, event.phase, event.verdict)
+    assert found == ("guilty", "backward", "overflow")
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("where", ["x", "y"])
+def test_rows_that_are_not_finite_are_blamed_on_the_data(where, said):
+    layers = [keras.Input((4,)), keras.layers.Dense(1, dtype="mixed_float16")]
+    model = keras.Sequential(layers)
+    model.compile(scaling.LossScaleOptimizer("sgd"), "mse")
+    data = {"x": np.ones((8, 4)), "y": np.ones((8, 1))}
+    data[where][3] = np.nan
+    model.fit(
+        **data, verbose=0, shuffle=False, callbacks=[monitor := Monitor()]
+    )
+    (event,) = monitor.events
+    assert (event.layer, event.verdict) == (where, "not_finite")
+    text = f"`{where}` holds NaN or infinity in 1 of 8 rows (3)"
+    assert any(f"step 0: {where}, forward" in x and text in x for x in said)
+
+
+class Counting(Monitor):
+    steps = ()
+
+    def _look(self, step, batch):
+        self.steps = (*self.steps, step)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(
+    ("every", "stride", "steps"),
+    [(1, 1, range(12)), (4, 1, (0, 4, 8)), (4, 3, (0, 9)), (50, 1, (0,))],
+)
+def test_steps_are_sampled_at_their_multiples(every, stride, steps):
+    monitor = Counting(every=every)
+    model = healthy(steps_per_execution=stride)
+    # The second call continues the count, and waits for the next multiple.
+    for _ in range(2):
+        train(model, monitor)
+    assert monitor.steps == tuple(steps)
+
+
+def test_no_batch_is_lost_or_seen_twice():
+    seen = []
+    model = healthy(run_eagerly=True)
+    original = model.train_step
+
+    def train_step(*arguments):
+        batch = arguments[-1]
+        seen.append(np.array(batch[0]))
+        return original(*arguments)
+
+    model.train_step = train_step
+    model.make_train_function(force=True)
+    train(model, Counting(every=2))
+    expected = data()[0].astype("float32")
+    np.testing.assert_array_equal(np.concatenate(seen), expected)
+
+
+def test_a_model_that_cannot_be_sampled_trains_with_one_warning(caplog):
+    # It computes in float32, so there is nothing to compare.
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(scaling.LossScaleOptimizer("sgd"), "mse")
+    train(model, Monitor(every=1))
+    (text,) = [text for text in caplog.messages if "is off" in text]
+    assert "No layer computes in 16 bit" in text
+
+
+@pytest.mark.slow
+@helpers.requires_backend("tensorflow")
+def test_the_first_replica_of_a_mirrored_run_is_sampled():
+    with helpers.mirrored_strategy().scope():
+        keras.utils.set_random_seed(3)
+        layers = [
+            keras.layers.Dense(8, "relu", dtype="mixed_float16"),
+            faults.Loud(name="loud", dtype="mixed_float16"),
+            faults.Quiet(dtype="mixed_float16"),
+            keras.layers.Dense(1, dtype="float32"),
+        ]
+        model = keras.Sequential([keras.Input((4,)), *layers])
+        optimizer = scaling.LossScaleOptimizer(keras.optimizers.SGD(1e-3))
+        model.compile(optimizer, "mse", jit_compile=False)
+    monitor = Monitor(every=4)
+    train(model, monitor)
+    assert [(event.step, event.layer) for event in monitor.events] == [
+        (0, "loud"),
+        (4, "loud"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("every", "error"), [(0, ValueError), (1.5, TypeError)]
+)
+def test_wrong_arguments_are_refused(every, error):
+    with pytest.raises(error, match=f"every={every}"):
+        Monitor(every=every)
+
+
+@pytest.mark.slow
+def test_float8_products_are_measured_and_the_worst_is_reported():
+    rules = tfmix.Policy("mixed_float8", float8_layers=["inner"])
+    with tfmix.policy_scope(rules):
+        model = keras.Sequential(
+            [
+                keras.Input((16,)),
+                keras.layers.Dense(16, name="inner"),
+                tfmix.float32_output(),
+            ]
+        )
+    model.compile(keras.optimizers.SGD(0.0), loss="mse")
+    x = np.random.default_rng(0).normal(size=(32, 16)).astype("float32")
+    monitor = numerics_monitor.NumericsMonitor(every=1)
+    model.fit(x, x, batch_size=16, verbose=0, callbacks=[monitor])
+    assert len(monitor.report.float8) == 3
+    assert all(one.cosine > 0.99 for one in monitor.report.float8)
+    assert not monitor.events
+    # This row is so large that all others vanish.
+    x[0] = 1e9
+    model.fit(x, 0 * x, batch_size=32, verbose=0, callbacks=[monitor])
+    event = monitor.events[-1]
+    assert event.layer.endswith("inner")
+    assert event.phase == "float8 forward"
+    assert event.verdict == "underflow"

@@ -1,0 +1,49 @@
+"""`environment` lists the current facts for a bug report."""
+
+import importlib.metadata
+import json
+
+import keras
+import pytest
+
+import tfmix
+from tfmix.tools import cli
+from tfmix.tools.diagnostics import environment
+
+
+def test_environment_names_versions_backend_devices_and_policy():
+    tfmix.set_global_policy(tfmix.Policy("mixed_float16", float32_layers=["a"]))
+    found = environment.environment()
+    assert found.versions["keras"] == keras.__version__
+    assert found.versions["tfmix"] == tfmix.__version__
+    assert found.backend == keras.backend.backend()
+    assert "CPU" in {device.kind for device in found.devices}
+    assert found.policy.startswith("Policy('mixed_float16'")
+    for known in (keras.__version__, found.auto, "mixed_float16"):
+        assert known in " ".join(str(found).split())
+
+
+def test_environment_lists_replaced_names():
+    tfmix.set_global_policy("mixed_float16")
+    during = environment.environment().replaced
+    tfmix.set_global_policy("float32")
+    after = environment.environment().replaced
+    assert set(after) < set(during)
+    assert any("keras" in name for name in during)
+
+
+def test_the_version_of_keras_nightly_is_found(monkeypatch):
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert environment.environment().versions["keras"] == keras.__version__
+
+
+@pytest.mark.parametrize("words", [[], ["--json"]])
+def test_the_shell_prints_the_environment(capsys, words):
+    assert cli.main(["doctor", *words]) == cli.OK
+    out = capsys.readouterr().out
+    assert keras.__version__ in out
+    if words:
+        assert json.loads(out)["backend"] == keras.backend.backend()

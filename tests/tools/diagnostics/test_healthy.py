@@ -1,0 +1,211 @@
+"""Healthy models raise no alarm, before and after 200 steps, and skip none.
+
+`check` was tuned on the first four models, and not on the others.
+"""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import tfmix
+from tests import helpers
+from tfmix.loss_scaling import optimizer as scaling
+from tfmix.policy import policy as policies
+from tfmix.tools.callbacks import numerics_monitor
+from tfmix.tools.diagnostics import check
+
+ROWS, BATCH, STEPS = 256, 32, 200
+CROSS_ENTROPY = "sparse_categorical_crossentropy"
+
+
+@functools.cache
+def digits():
+    """Real scanned digits, 8 by 8, and their labels."""
+    datasets = pytest.importorskip("sklearn.datasets")
+    x, y = datasets.load_digits(return_X_y=True)
+    return (x / 16).astype("float32").reshape(-1, 8, 8), y
+
+
+def ending(hidden, units, activation="linear"):
+    logits = layers.Dense(units)(hidden)
+    return layers.Activation(activation, dtype="float32")(logits)
+
+
+def classifier(inputs, hidden):
+    model = keras.Model(inputs, ending(hidden, 10, "softmax"))
+    return model, *digits(), CROSS_ENTROPY
+
+
+def cnn(rng):
+    inputs = keras.Input((8, 8))
+    hidden = layers.Reshape((8, 8, 1))(inputs)
+    hidden = layers.Conv2D(16, 3, activation="relu")(hidden)
+    hidden = layers.BatchNormalization()(hidden)
+    hidden = layers.MaxPooling2D()(layers.Dropout(0.2)(hidden))
+    return classifier(inputs, layers.Flatten()(hidden))
+
+
+def transformer(rng):
+    inputs = keras.Input((8, 8))
+    hidden = layers.Dense(16)(inputs)
+    attention = layers.MultiHeadAttention(2, 8, dropout=0.1)
+    hidden = layers.LayerNormalization()(hidden + attention(hidden, hidden))
+    wide = layers.Dense(32, activation="gelu")(hidden)
+    hidden = layers.LayerNormalization()(hidden + layers.Dense(16)(wide))
+    return classifier(inputs, layers.GlobalAveragePooling1D()(hidden))
+
+
+def lstm(rng):
+    inputs = keras.Input((8, 8))
+    return classifier(inputs, layers.LSTM(16)(inputs))
+
+
+class Sampling(layers.Layer):
+    """Samples a code, and adds the divergence to the loss."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.seed = keras.random.SeedGenerator(1)
+
+    def call(self, inputs):
+        mean, log_variance = ops.split(ops.cast(inputs, "float32"), 2, -1)
+        spread = ops.exp(log_variance) - log_variance - 1.0
+        self.add_loss(5e-3 * ops.mean(ops.square(mean) + spread))
+        noise = keras.random.normal(ops.shape(mean), seed=self.seed)
+        return mean + ops.exp(0.5 * log_variance) * noise
+
+
+def vae(rng):
+    inputs = keras.Input((8, 8))
+    hidden = layers.Dense(32, "relu")(layers.Flatten()(inputs))
+    code = Sampling(dtype="float32")(layers.Dense(8)(hidden))
+    hidden = layers.Dense(64)(layers.Dense(32, "relu")(code))
+    picture = layers.Activation("sigmoid", dtype="float32")(hidden)
+    x, _ = digits()
+    return keras.Model(inputs, layers.Reshape((8, 8))(picture)), x, x, "mse"
+
+
+def pictures(rng, side=16, channels=3):
+    x = rng.uniform(size=(ROWS, side, side, channels)).astype("float32")
+    return x, (x.mean((1, 2, 3)) * 40).astype(int) % 4
+
+
+def residual_network(rng):
+    """Pre-activation residual blocks that start with a last scale of zero."""
+    inputs = keras.Input((16, 16, 3))
+    hidden = layers.Conv2D(8, 3, padding="same", use_bias=False)(inputs)
+    for width, stride in ((8, 1), (16, 2)):
+        short = layers.Conv2D(width, 1, stride, use_bias=False)(hidden)
+        for step, start in ((stride, "ones"), (1, "zeros")):
+            hidden = layers.Conv2D(
+                width, 3, step, padding="same", use_bias=False
+            )(hidden)
+            hidden = layers.BatchNormalization(gamma_initializer=start)(hidden)
+            hidden = layers.ReLU()(hidden)
+        hidden = layers.Add()([hidden, short])
+    hidden = layers.GlobalAveragePooling2D()(hidden)
+    model = keras.Model(inputs, ending(hidden, 4, "softmax"))
+    return model, *pictures(rng), CROSS_ENTROPY
+
+
+def text_classifier(rng):
+    """Padded and masked sentences, with two recurrent layers."""
+    lengths = rng.integers(3, 21, ROWS)
+    x = rng.integers(1, 400, (ROWS, 20))
+    x[np.arange(20) >= lengths[:, None]] = 0
+    inputs = keras.Input((20,), dtype="int32")
+    hidden = layers.Embedding(400, 16, mask_zero=True)(inputs)
+    hidden = layers.Bidirectional(layers.GRU(12, return_sequences=True))(hidden)
+    hidden = layers.GRU(12)(hidden)
+    model = keras.Model(inputs, ending(hidden, 1, "sigmoid"))
+    return model, x, (x[:, :1] > 200).astype("float32"), "binary_crossentropy"
+
+
+def u_network(rng):
+    """A U-Net that restores pictures."""
+    inputs = keras.Input((16, 16, 3))
+
+    def block(hidden, width):
+        hidden = layers.Conv2D(width, 3, padding="same")(hidden)
+        return layers.LeakyReLU()(layers.GroupNormalization(4)(hidden))
+
+    fine = block(inputs, 8)
+    coarse = block(layers.AveragePooling2D(2)(fine), 16)
+    deep = block(layers.MaxPooling2D()(coarse), 16)
+    hidden = layers.Conv2DTranspose(16, 2, 2)(deep)
+    hidden = block(layers.Concatenate()([hidden, coarse]), 16)
+    hidden = layers.UpSampling2D(interpolation="bilinear")(hidden)
+    hidden = block(layers.Concatenate()([hidden, fine]), 8)
+    outputs = layers.Conv2D(3, 1)(hidden)
+    outputs = layers.Activation("sigmoid", dtype="float32")(outputs)
+    x, _ = pictures(rng)
+    noisy = x + 0.1 * rng.normal(size=x.shape).astype("float32")
+    return keras.Model(inputs, outputs), noisy, x, "mse"
+
+
+def two_outputs(rng):
+    """Predicts a class and a number from two inputs."""
+    left, right = keras.Input((12,)), keras.Input((6, 8))
+    hidden = layers.Dense(24, "swish")(left)
+    other = layers.Conv1D(24, 3, padding="causal", activation="tanh")(right)
+    other = layers.GlobalMaxPooling1D()(other)
+    hidden = layers.Multiply()([hidden, layers.Dense(24, "sigmoid")(other)])
+    outputs = [ending(hidden, 5, "softmax"), ending(hidden, 1)]
+    shapes = (ROWS, 12), (ROWS, 6, 8)
+    x = [rng.normal(size=shape).astype("float32") for shape in shapes]
+    y = [np.argmax(x[0][:, :5], -1), x[0][:, :1] + x[1][:, 0, :1]]
+    return keras.Model([left, right], outputs), x, y, [CROSS_ENTROPY, "mse"]
+
+
+TUNED_ON = (cnn, transformer, lstm, vae)
+OTHERS = (*(residual_network, text_classifier, u_network, two_outputs),)
+POLICIES = ("mixed_float16", "mixed_bfloat16")
+
+
+def made(build, policy):
+    keras.utils.set_random_seed(1)
+    tfmix.set_global_policy(policy)
+    return build(np.random.default_rng(2))
+
+
+def assert_healthy(model, x, y, loss, policy):
+    x, y = keras.tree.map_structure(lambda leaf: leaf[:BATCH], (x, y))
+    report = check.check(model, x, y, loss=loss)
+    assert report.healthy, str(report)
+    suggested = report.suggested_policy()
+    assert suggested == policies.Policy(policy)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "build", helpers.quick_are((cnn, transformer, lstm), TUNED_ON)
+)
+def test_a_new_model_needs_no_rule(build, policy):
+    assert_healthy(*made(build, policy), policy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [*TUNED_ON, *OTHERS])
+def test_no_step_of_the_first_200_is_skipped_and_no_alarm_raised(build):
+    policy = "mixed_float16"
+    model, x, y, loss = made(build, policy)
+    assert_healthy(model, x, y, loss, policy)
+    optimizer = scaling.LossScaleOptimizer(keras.optimizers.Adam(1e-3))
+    jit = keras.backend.backend() == "jax"
+    model.compile(optimizer, loss, jit_compile=jit)
+    monitor = numerics_monitor.NumericsMonitor(every=25)
+    count = BATCH * (len(keras.tree.flatten(x)[0]) // BATCH)
+    x, y = keras.tree.map_structure(lambda leaf: leaf[:count], (x, y))
+    settings = {"batch_size": BATCH, "verbose": 0, "callbacks": [monitor]}
+    epochs = -(-STEPS * BATCH // count)
+    history = model.fit(x, y, epochs=epochs, **settings).history["loss"]
+    assert optimizer.skipped_steps == 0
+    assert int(np.array(optimizer.iterations)) >= STEPS
+    assert monitor.events == []
+    assert history[-1] < history[0]
+    # Trained weights and small gradients must be as healthy as at the start.
+    assert_healthy(model, x, y, loss, policy)

@@ -1,0 +1,105 @@
+"""The names, grids and descriptions of accelerators."""
+
+import importlib
+
+import pytest
+
+import tfmix
+from tests import helpers
+from tfmix.tools.hardware import target as targets
+
+pytestmark = pytest.mark.every_case("each row is a separate rule, and fast")
+
+devices = importlib.import_module("tfmix.policy.devices")
+
+
+def test_gpus_come_before_tpus():
+    kinds = [target.kind for target in tfmix.hardware.targets()]
+    assert kinds == ["GPU"] * 13 + ["TPU"] * 4
+
+
+def test_targets_print_as_a_table():
+    printed = str(tfmix.hardware.targets())
+    (line,) = [one for one in printed.splitlines() if "H200" in one]
+    assert line.split()[-4:] == ["989", "989", "1979", "1979"]
+    assert " 141 " in line
+    assert max(map(len, printed.splitlines())) <= 80
+    assert " 141 " in helpers.notebook_html(tfmix.hardware.targets())
+
+
+@pytest.mark.parametrize(
+    "target", tfmix.hardware.targets(), ids=lambda one: one.name
+)
+def test_rates_agree_with_each_other_with_auto_and_the_devices(target):
+    kind, rates = target.kind, target.rates
+    fastest = max(rates.get(d, 0) for d in ("float16", "bfloat16"))
+    assert fastest >= rates["float32"] > 1e12
+    assert 1e11 < target.bandwidth < 1e13
+    assert 1e10 < target.memory < 1e12
+    assert ("float16" in rates) == (kind == "GPU")
+    device = devices.describe(kind, target.title, "jax", target.capability)
+    for dtype in ("float16", "bfloat16", "float8"):
+        assert getattr(device, dtype) == (dtype in rates)
+    fast = "bfloat16" if "bfloat16" in rates else "float16"
+    assert target.auto() == f"mixed_{fast}"
+
+
+@pytest.mark.parametrize("name", ["h200", "H200", "A100-40GB"])
+def test_a_name_may_be_in_capitals(name):
+    assert targets.find(name).name == name.lower()
+
+
+@pytest.mark.parametrize(
+    ("given", "near"),
+    [("v6", "v6e"), ("h20", "h200"), ("rtx4080", "rtx4090"), ("", None)],
+)
+def test_another_name_is_refused_with_the_closest(given, near):
+    with pytest.raises(ValueError, match="`target` must be one of") as caught:
+        targets.find(given)
+    assert f"target={given!r}" in str(caught.value)
+    assert near is None or str(caught.value).endswith(f"Did you mean {near!r}?")
+    with pytest.raises(TypeError, match="target=200 of type int"):
+        targets.find(200)
+
+
+def limits(threads, shared, block):
+    return [
+        f"threads_per_core_limit: {threads}\n",
+        f"shared_memory_per_core: {shared}\n",
+        f"shared_memory_per_block_optin: {block}\n",
+    ]
+
+
+# deviceQuery printed the limits for a T4, an A100 and an RTX 5090.
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("h200", ["core_count: 132", "memory_bandwidth: 4800000000000"]),
+        ("h200", ["major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES"]),
+        ("t4", ["{ major: 7 minor: 5 }", *limits(1024, 65536, 65536)]),
+        ("a100-40gb", limits(2048, 167936, 166912)),
+        ("rtx5090", limits(1536, 102400, 101376)),
+    ],
+)
+def test_a_gpus_description_holds_its_own_figures(name, lines):
+    text = targets.config(targets.find(name))
+    assert all(line in text for line in lines)
+    is_accelerated = name not in ("t4", "a100-40gb")
+    assert ("feature_extension" in text) is is_accelerated
+
+
+def test_the_guide_lists_auto_and_its_gain_for_each_gpu():
+    from tests.tree import ROOT  # skips where there is no guide
+
+    page = (ROOT / "docs" / "which-policy.md").read_text(encoding="utf-8")
+    cells = [line.strip("| ").split(" | ") for line in page.splitlines()]
+    rows = {row[1]: row for row in cells if len(row) > 4}
+    for target in tfmix.hardware.targets():
+        if target.kind == "GPU":
+            _, _, size, auto, gain, *more = rows[f"`{target.name}`"]
+            assert int(size) == round(target.memory / 2**30)
+            assert auto == f"`{target.auto()}`"
+            rates = target.rates
+            assert gain == f"{rates['float16'] / rates['float32']:.1f}"
+            narrow = rates.get("float8", 0) / rates["float32"]
+            assert (f"`mixed_float8`: {narrow:.1f}" in more) == bool(narrow)
