@@ -45,12 +45,12 @@ def contracted(
     function: Function, inputs: Any, weight: Any, copy: Any, axes: Contraction
 ) -> Any:
     """Computes a product of matrices, which sums `axes`."""
+    in_loop = context_values.block.get().in_loop
 
     def of_weight(inputs: Any, upstream: Any, _: Any) -> Any:
         is_half = inputs.dtype == tf.float16
         # In a loop, XLA would write the float32 result and read it again in
         # every step.
-        in_loop = context_values.block.get().in_loop
         if is_half and tracing.by_xla() and not in_loop:
             return _wide_product(inputs, upstream, axes.of_weight)
         sizes = dict(zip(axes.outputs, _shape(upstream), strict=True))
@@ -97,9 +97,11 @@ def added(
     function: Function, inputs: Any, weight: Any, copy: Any, sign: int
 ) -> Any:
     """Computes a sum with a term, such as a bias, that has a sign."""
+    # In each step of a loop, few kernels matter more than few bytes.
+    in_loop = context_values.block.get().in_loop
 
     def of_weight(_: Any, upstream: Any, narrow: Any) -> Any:
-        if _adds_rows(weight, upstream):
+        if not in_loop and _adds_rows(weight, upstream):
             total = _row_sum(upstream, narrow)
         else:
             total = _of_term(_wide(upstream), weight)
