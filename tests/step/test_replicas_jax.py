@@ -95,7 +95,6 @@ def test_eight_devices_equal_one(eight_devices):
         )
 
 
-
 def exchanges(scaled, sharded):
     """Returns the inputs of each all-reduce of a compiled train step."""
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))

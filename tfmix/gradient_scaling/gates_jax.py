@@ -6,10 +6,9 @@ token, the other divides by what the token brings. Which of them comes first
 depends on the mode: forwards it is the entrance, backwards the exit. A result
 does not depend on the power, so the token's tangent is free to carry it.
 
-A second derivative enters where the first one left. Two such passes through one
-call could have different powers, whose sums would be wrong. So all second
-derivatives have one fixed power, times the place: a second token tells the exit
-that it is one.
+A second derivative enters where the first one left, and meets what the first
+one's results get from elsewhere: the token tells the exit which power it has.
+Unknown gradients may meet it there, so its power is limited.
 """
 
 import contextlib
@@ -30,21 +29,32 @@ from tfmix._keras import context_values, kernels, tracing
 from tfmix.gradient_scaling import power
 from tfmix.ops import jax_products
 
-# The power of second derivatives. Gradients of a mean are small, so there is
-# less room above it than below.
-_UP_OF_SECOND = 2.0**8
-# What the token brings then. Several of them are added, unlike powers.
-_SECOND = -1.0
+# These bits of a power of two are 0.
+_MANTISSA = 2**23 - 1
 
 
 class _Shared:
-    """Brings the power of a backward pass to users' gradient functions.
+    """What the gates of one call know while a backward pass is traced.
 
     Attributes:
-        down: The reciprocal of the power of the pass that is traced now.
+        entered: The token of the last pass that entered.
+        second: The token of the last second derivative that entered. Others
+            need the same power, because they meet inside.
     """
 
-    down: Any = None
+    entered: Any = None
+    second: Any = None
+
+    def told(self, token: Any, arrays: Sequence) -> Any:
+        """Returns the token of a second derivative that enters."""
+        if not isinstance(token, ad.Zero):
+            return token
+        known, shape = self.second, token.aval.shape
+        live = (x for x in arrays if not isinstance(x, ad.Zero))
+        traces = {getattr(x, "_trace", None) for x in live}
+        if known is None or getattr(known, "_trace", None) not in traces:
+            return token
+        return jnp.broadcast_to(known.reshape(-1, 2)[0], shape)
 
 
 def is_reached(array: Any, others: Sequence) -> bool:
@@ -71,18 +81,15 @@ class Gates:
     def __init__(self, place: Any, overwritten: Collection[int]) -> None:
         self._place = lax.stop_gradient(jnp.asarray(place, "float32"))
         self._overwritten = overwritten
-        self._token: Any = jnp.zeros((), "float32")
+        self._token: Any = jnp.zeros(2, "float32")
         self._state = tracing.transformation()
-        self._shared: _Shared | None = None
+        self._shared = _Shared()
 
     def enter(self, values: Sequence) -> list:
         """Returns the arrays for the code inside, in the same order."""
         places = [n for n, value in enumerate(values) if self._passes(value)]
-        # JAX sums the gradients of what `shard_map` shares outside of here.
-        given = jax_products.varying_alike(
-            [self._token, *(values[n] for n in places)]
-        )
-        passed, self._token = _enter(given[1:], given[0], self._place)
+        counts = (True,) * len(places)
+        passed = self._pass(True, [values[n] for n in places], counts)
         inside = list(values)
         for n, value in zip(places, passed, strict=True):
             inside[n] = value
@@ -110,93 +117,66 @@ class Gates:
         """
         counts = (True,) * len(results) + (False,) * len(losses)
         # Losses may be numbers of Keras's own.
-        arrays = tuple(map(jnp.asarray, (*results, *losses)))
-        given = jax_products.varying_alike([self._token, *arrays])
-        passed, _ = _leave(
-            given[1:], given[0], self._place, counts, self._shared
-        )
+        arrays = [*map(jnp.asarray, (*results, *losses))]
+        passed = self._pass(False, arrays, counts)
         return list(passed[: len(results)]), list(passed[len(results) :])
 
+    def _pass(self, enters: bool, arrays: Sequence, counts: tuple) -> tuple:
+        # JAX sums the gradients of what `shard_map` shares outside of here.
+        given = jax_products.varying_alike([self._token, *arrays])
+        passed, self._token = _pass(
+            given[1:], given[0], self._place, enters, counts, self._shared
+        )
+        return passed
+
     def reach(self) -> bool:
-        """Returns whether the running code may use `unscaled`.
+        """Returns whether gradients of the running code know their power.
 
         Inside a loop, a branch or another transformation it may not, because
         the power is then no value of that function.
         """
         return bool(tracing.transformation() == self._state)
 
-    def unscaled(self, function: Callable, arrays: Sequence) -> Any:
-        """Calls a user's function whose gradient function gets true gradients.
-
-        Args:
-            function: Takes float arrays; returns a nest.
-            arrays: The arrays.
-        """
-        shared = self._shared = self._shared or _Shared()
-
-        @jax.custom_vjp
-        def called(*arrays: Any) -> Any:
-            return function(*arrays)
-
-        def backward(pull: Any, upstream: Any) -> tuple:
-            down = lax.stop_gradient(shared.down)
-            up = 1 / down
-            true = jax.tree.map(functools.partial(_times_float, down), upstream)
-            return tuple(_times_float(up, x) for x in pull(true))
-
-        called.defvjp(functools.partial(jax.vjp, function), backward)
-        return called(*arrays)
+    def down(self) -> Any:
+        """Returns what divides the gradients of the pass that is traced now."""
+        return lax.stop_gradient(_down(self._shared.entered))
 
 
-def _times_float(factor: Any, array: Any) -> Any:
-    return array * factor if _is_float(array) else array
-
-
-@jax.custom_jvp
-def _enter(values: tuple, token: Any, place: Any) -> tuple[tuple, Any]:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
+def _pass(
+    values: tuple,
+    token: Any,
+    place: Any,
+    enters: bool,
+    counts: tuple,
+    shared: _Shared,
+) -> tuple[tuple, Any]:
     return values, token
 
 
-@functools.partial(_enter.defjvp, symbolic_zeros=True)
-def _(primals: tuple, tangents: tuple) -> tuple:
-    values, token = _enter(*primals)
-    passed = _bind(
-        tangents[0],
-        (jnp.zeros_like(token), token, primals[2]),
-        enters=True,
-        fresh=True,
-        backwards=False,
-        counts=(True,) * len(values),
-        shared=None,
-        depth=0,
-    )
-    return (values, token), passed
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
-def _leave(
-    results: tuple, token: Any, place: Any, counts: tuple, shared: Any
-) -> tuple[tuple, Any]:
-    return results, token
-
-
-@functools.partial(_leave.defjvp, symbolic_zeros=True)
-def _(counts: tuple, shared: Any, primals: tuple, tangents: tuple) -> tuple:
-    results, token = _leave(*primals, counts, shared)
-    of_results, of_token, _ = tangents
+@functools.partial(_pass.defjvp, symbolic_zeros=True)
+def _(
+    enters: bool,
+    counts: tuple,
+    shared: _Shared,
+    primals: tuple,
+    tangents: tuple,
+) -> tuple:
+    values, token = _pass(*primals, enters, counts, shared)
+    of_values, of_token, _ = tangents
     if isinstance(of_token, SymbolicZero):
         of_token = jnp.zeros_like(token)
     passed = _bind(
-        of_results,
+        of_values,
         (of_token, token, primals[2]),
-        enters=False,
+        enters=enters,
         fresh=True,
         backwards=False,
         counts=counts,
         shared=shared,
         depth=0,
     )
-    return (results, token), passed
+    return (values, token), passed
 
 
 def _bind(
@@ -229,27 +209,26 @@ def _into(*given: Any, fresh: bool, counts: tuple, **_: Any) -> list:
 
     Args:
         *given: The arrays, two tokens that may bring a power, and the place.
-        fresh: Whether to choose a power if they bring none.
+        fresh: Whether this is no second derivative.
         counts: Which arrays count in the maximum.
     """
     *arrays, token, kept, place = given
-    up, sent = _UP_OF_SECOND * place, _SECOND
-    if fresh and arrays:
+    known = token + kept
+    if arrays:
         of_results = [*itertools.compress(arrays, counts)]
         of_losses = itertools.compress(arrays, map(operator.not_, counts))
-        up, sent = power.of(of_results, [*of_losses], place)
-    known = token + kept
-    up = jnp.where(known == 0, up, 1 / _down(known, place))
-    sent = jnp.where(known == 0, sent, jnp.where(known < 0, _SECOND, known))
-    spread = functools.cache(functools.partial(_spread, up))
-    return [*(_times(spread, x) for x in arrays), sent]
+        _, down = power.of(of_results, [*of_losses], place, not fresh)
+        chosen = jnp.stack([down, jnp.ones_like(down)], -1)
+        known = jnp.where(known[..., 1:] == 0, chosen, known)
+    spread = functools.cache(functools.partial(_spread, 1 / _down(known)))
+    return [*(_times(spread, x) for x in arrays), known]
 
 
 def _out_of(*given: Any, **_: Any) -> list:
     """Divides by the power that the token brings."""
-    *arrays, token, _, place = given
+    *arrays, token, _, _ = given
     # XLA would otherwise repeat the division in every kernel that multiplies.
-    down = kernels.kept_apart(_down(token, place))
+    down = kernels.kept_apart(_down(token))
     # Each equation takes time to trace and to compile, so gradients of one
     # shape share these arrays.
     spread = functools.cache(functools.partial(_spread, down))
@@ -258,10 +237,15 @@ def _out_of(*given: Any, **_: Any) -> list:
     return [*(_unscaled(spread, lost, x) for x in arrays), token]
 
 
-def _down(token: Any, place: Any) -> Any:
-    """Returns the factor that a token means; 1 if it passed no other gate."""
-    of_first = jnp.where(token == 0, 1.0, token)
-    return jnp.where(token < 0, 1 / (_UP_OF_SECOND * place), of_first)
+def _down(token: Any) -> Any:
+    """Returns the factor that a token means; 1 if it passed no other gate.
+
+    Several passes may have told it. They have one power, or the result is NaN.
+    """
+    total, count = token[..., 0], token[..., 1]
+    down = jnp.where(count == 0, 1.0, total / jnp.maximum(count, 1.0))
+    mantissa = kernels.bitcast(down, "int32") & _MANTISSA
+    return jnp.where(mantissa == 0, down, jnp.nan)
 
 
 def _run(
@@ -320,7 +304,7 @@ def _pushed(
         counts=counts,
         **how,
     )
-    down = _down(results[-1] if enters else primals[-3], primals[-1])
+    down = _down(results[-1] if enters else primals[-3])
     factor = 1 / down if enters else down
 
     def scaled(x: Any) -> Any:
@@ -338,29 +322,36 @@ def _pulled(
     enters: bool,
     fresh: bool,
     backwards: bool,
-    shared: Any,
+    shared: _Shared,
+    depth: int,
     **how: Any,
 ) -> list:
     """Pulls gradients back, by the other map."""
-    del backwards
+    del backwards, depth
     *arrays, token = upstream
-    token = ad.instantiate_zeros(token)
     # If the exit's second token has a gradient, this is a second derivative.
     kept, place = primals[-2:]
-    is_second = enters or ad.is_undefined_primal(kept)
+    is_second = enters or not fresh or ad.is_undefined_primal(kept)
+    if is_second and not enters:
+        token = shared.told(token, arrays)
+    token = ad.instantiate_zeros(token)
     if is_second:
         kept = jnp.zeros_like(token)
     passed, token = _bind(
         arrays,
         (token, kept, place),
         enters=not enters,
-        fresh=fresh and not is_second,
+        fresh=not is_second,
         backwards=True,
         shared=shared,
+        # Rows meet in what they share, so they get one power.
+        depth=0,
         **how,
     )
-    if shared is not None and not enters:
-        shared.down = _down(token, place)
+    if not enters:
+        shared.entered = token
+        if is_second:
+            shared.second = token
     return [
         x if ad.is_undefined_primal(primal) else None
         for x, primal in zip(
@@ -381,21 +372,22 @@ def _batched(
 
     A gradient of many rows, such as that of a weight, needs one power.
     """
-    *arrays, token, kept, place = axes
-    del arrays, place
-    by_row = (enters and backwards) or (token, kept) != (None, None)
+    place = values[-1]
+    by_row = (enters and backwards) or (axes[-3], axes[-2]) != (None, None)
     bind = functools.partial(
         _gate.bind, enters=enters, backwards=backwards, **how
     )
     if not by_row:
+        # Those of the token come first.
+        inner = values[-2].ndim - 1
         moved = [
-            value if axis is None else jnp.moveaxis(value, axis, depth)
-            for value, axis in zip(values, axes, strict=True)
+            value if axis is None else jnp.moveaxis(value, axis, inner)
+            for value, axis in zip(values[:-1], axes[:-1], strict=True)
         ]
         if axes[-1] is not None:
-            moved[-1] = jnp.min(moved[-1], depth)
-        results = bind(*moved, depth=depth)
-        new = [axis if axis is None else depth for axis in axes[:-3]]
+            place = jnp.min(values[-1], axes[-1])
+        results = bind(*moved, place, depth=depth)
+        new = [axis if axis is None else inner for axis in axes[:-3]]
         return results, [*new, None]
     (size, *_) = (
         value.shape[axis]
@@ -446,4 +438,7 @@ def _times(factor: Callable, array: Any) -> Any:
 
 
 def _spread(number: Any, shape: tuple, dtype: Any) -> Any:
-    return lax.broadcast(lax.convert_element_type(number, dtype), shape)
+    # There is one number for each row of a batch.
+    axes = tuple(range(number.ndim))
+    number = lax.convert_element_type(number, dtype)
+    return lax.broadcast_in_dim(number, shape, axes)

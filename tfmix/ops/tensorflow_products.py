@@ -97,11 +97,9 @@ def added(
     function: Function, inputs: Any, weight: Any, copy: Any, sign: int
 ) -> Any:
     """Computes a sum with a term, such as a bias, that has a sign."""
-    # In each step of a loop, few kernels matter more than few bytes.
-    in_loop = context_values.block.get().in_loop
 
     def of_weight(_: Any, upstream: Any, narrow: Any) -> Any:
-        if not in_loop and _adds_rows(weight, upstream):
+        if _adds_rows(weight, upstream):
             total = _row_sum(upstream, narrow)
         else:
             total = _of_term(_wide(upstream), weight)
@@ -220,15 +218,15 @@ def _with_gradient(
     result = function(inputs, narrow)
 
     def of_all(upstream: Any) -> list:
-        total = tapes.shared(copy, of_weight(inputs, upstream, narrow))
+        total = of_weight(inputs, upstream, narrow)
         if not tapes.is_recorded():
-            return [upstream, None, *total]
+            return [upstream, None, total]
         # The gradient of this one needs to know the weight.
-        again = kernels.cast(tapes.by_way_of(copy, weight), copy.dtype)
+        again = kernels.cast(weight, copy.dtype)
         pulled = _pulled(lambda x: function(x, again), inputs, upstream)
-        return [None, pulled, *total]
+        return [None, pulled, total]
 
-    sources = [result, inputs, tapes.local(copy), weight]
+    sources = [result, inputs, weight]
     (result,) = tapes.replaced([result], sources, [], of_all)
     return result
 
