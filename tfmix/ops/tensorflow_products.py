@@ -20,11 +20,11 @@ import tensorflow as tf
 
 from tfmix._keras import (
     context_values,
-    global_state,
     kernels,
     tapes,
     tracing,
 )
+from tfmix.ops import tensors
 from tfmix.ops.contraction import Contraction
 
 # Computes a result from a tensor and a weight of the same dtype.
@@ -177,13 +177,13 @@ def enlarged(tensor: Any, power: Any) -> Any:
     result = tensor * power
     if not (tf.executing_eagerly() or tracing.by_xla()):
         # If nothing is added to it, the gates multiply only once.
-        global_state.put_note(result, _PARTS, (tensor, power))
+        tensors.put_note(result, _PARTS, (tensor, power))
     return result
 
 
 def parts(gradient: Any) -> tuple[Any, Any]:
     """Returns a gradient and `None`, or a tensor and what multiplies it."""
-    noted: tuple | None = global_state.note(gradient, _PARTS)
+    noted: tuple | None = tensors.note(gradient, _PARTS)
     return (gradient, None) if noted is None else noted
 
 
