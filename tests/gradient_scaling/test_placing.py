@@ -261,53 +261,6 @@ def test_a_models_place_is_the_lowest_that_its_optimizers_ask_for(mode):
         assert float(placing.of(model)) == expected
 
 
-class Pair:
-    """A generator and a discriminator, each with an optimizer."""
-
-    def __init__(self):
-        keras.utils.set_random_seed(1)
-        self.generator = keras.Sequential(
-            [keras.Input((TIMES, 2)), layers.Dense(2, use_bias=False)]
-        )
-        self.discriminator = model_of(recurrent)
-        self.models = self.discriminator, self.generator
-        self.optimizers = [
-            tfmix.LossScaleOptimizer(keras.optimizers.Adam(0.01, clipnorm=1.0))
-            for _ in self.models
-        ]
-        for one, model in zip(self.optimizers, self.models, strict=True):
-            one.build(model.trainable_variables)
-
-    def step(self, x):
-        with tf.GradientTape(persistent=True) as tape:
-            losses = self.losses(*(m(x) for m in (self.generator,)), x)
-        for one, model, loss in zip(
-            self.optimizers, self.models, losses, strict=True
-        ):
-            weights = model.trainable_variables
-            one.apply(tape.gradient(loss, weights), weights)
-
-    def losses(self, made, x):
-        on_made, on_real = map(self.discriminator, (made, x))
-        of_discriminator = ops.mean(on_made) - ops.mean(on_real)
-        return of_discriminator, -ops.mean(on_made)
-
-
-@pytest.mark.costly
-@helpers.requires_backend("tensorflow")
-def test_the_optimizer_of_a_discriminator_moves_it_for_its_generator():
-    tfmix.set_global_policy("mixed_float16")
-    pair, (x, _) = Pair(), data()
-    step = tf.function(pair.step)
-    for batch in x:
-        step(tf.constant(batch))
-    for one in pair.optimizers:
-        assert 0 < one.skipped_steps < 15
-        assert one.consecutive_skips == 0
-    # What comes into the generator is not finite then, so it is not to blame.
-    assert pair.optimizers[1].loss_scale == 2.0**15
-
-
 @pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("wraps", [True, False])
