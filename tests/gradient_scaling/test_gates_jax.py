@@ -183,7 +183,19 @@ def unlike_gradients_of_one_call(of):
     return jax.grad(loss)(FIRST)
 
 
+def three_derivatives(of):
+    def slope(w, x):
+        return jax.grad(lambda x: of(w, x).sum())(x)
+
+    def loss(w):
+        curve = jax.grad(lambda x: ops.sum(slope(w, x) ** 2))
+        return ops.mean(curve(ops.convert_to_tensor(X)) ** 2)
+
+    return jax.grad(loss)(FIRST)
+
+
 DERIVATIVES = {
+    "three_derivatives": three_derivatives,
     "penalty_times_1e5": penalty(1e5),
     "penalty_times_1e-2": penalty(1e-2),
     "reverse_over_reverse": reverse_over_reverse,
@@ -209,7 +221,9 @@ DERIVATIVES = {
 
 @pytest.mark.parametrize(
     "name",
-    helpers.quick_are({"on_a_tangent", "penalty_times_1e5"}, DERIVATIVES),
+    helpers.quick_are(
+        {"on_a_tangent", "penalty_times_1e5", "three_derivatives"}, DERIVATIVES
+    ),
 )
 def test_powers_of_several_passes_are_not_mixed(name):
     found, exact = (

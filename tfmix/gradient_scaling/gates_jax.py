@@ -46,8 +46,8 @@ class _Shared:
     """
 
     def __init__(self) -> None:
-        self.entered: Callable[[], Any] = lambda: None
-        self.second: Callable[[], Any] = lambda: None
+        self.entered: Callable[[], Any] = _nothing
+        self.second: Callable[[], Any] = _nothing
 
     def told(self, token: Any, arrays: Sequence) -> Any:
         """Returns the token of a second derivative that enters."""
@@ -58,6 +58,10 @@ class _Shared:
         if not is_known or getattr(known, "_trace", None) not in traces:
             return token
         return jnp.broadcast_to(known.reshape(-1, 2)[0], token.aval.shape)
+
+
+def _nothing() -> None:
+    """Returns no token."""
 
 
 def is_reached(array: Any, others: Sequence) -> bool:
@@ -278,7 +282,9 @@ def _pushed(
     passed, of_token = how._replace(backwards=False).bind(
         moved, (*tokens, primals[-1])
     )
-    down = _down(results[-1] if how.enters else primals[-3])
+    # A token's own gradient is the token of another pass.
+    token = lax.stop_gradient(results[-1] if how.enters else primals[-3])
+    down = _down(token)
     factor = 1 / down if how.enters else down
 
     def scaled(x: Any) -> Any:
@@ -307,8 +313,8 @@ def _pulled(upstream: Sequence, *primals: Any, how: _Gate) -> list:
     passed, token = other.bind(arrays, (token, kept, place))
     if enters:
         shared.entered = weakref.ref(token)
-    if enters and not is_first:
-        shared.second = weakref.ref(token)
+        # A pass ends where the results of the call get their gradients.
+        shared.second = _nothing if is_first else shared.entered
     return [
         x if ad.is_undefined_primal(primal) else None
         for x, primal in zip(
