@@ -481,7 +481,7 @@ def test_a_function_that_sees_scaled_gradients_says_so_once(way, said):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES)
-# Under JAX, a second derivative has a fixed scale.
+# Under JAX, the power of a second derivative has a limit.
 @pytest.mark.parametrize("factor", [1.0, 0.1 if ON_JAX else 1e-4])
 @pytest.mark.parametrize("decorated", DECORATED)
 def test_a_penalty_on_its_gradient_is_right(decorated, factor, mode):

@@ -279,7 +279,7 @@ def penalty(loss, model):
 
 @only_under("tensorflow")
 def penalty_on_heads_of_unlike_losses(call):
-    """JAX's second derivatives have one fixed scale, which loses a head's."""
+    """JAX limits the power of second derivatives, which loses a head's."""
     return penalty(*loss_of_heads(call))
 
 
