@@ -21,9 +21,7 @@ ELSEWHERE = {
     "loss_scaling/state": "loss_scaling/test_optimizer",
     "autocast/replaced": "autocast/test_interceptor",
     "optimizers/eight_bit_slots": "optimizers/test_low_memory",
-    "optimizers/elementwise": "optimizers/test_master_weights",
     "optimizers/flat": "optimizers/test_master_weights",
-    "optimizers/views": "optimizers/test_master_weights",
     # What only this folder may know of Keras has a contract for each name.
     "_keras/compile_method": "autocast/test_compile_watch",
     "_keras/custom_vjp": "_keras/test_contract_meanings",
