@@ -520,18 +520,26 @@ class LossScaleOptimizer(
         saving.read(store, self, self._loss_scale_state)
 
     def get_config(self) -> dict:
-        """Returns the constructor's arguments, in Keras's form if they fit."""
-        return saving.config(self)
+        """Returns the constructor's arguments."""
+        serialize = keras.saving.serialize_keras_object
+        return {
+            "name": self.name,
+            "inner_optimizer": serialize(self.inner_optimizer),
+            "loss_scale": serialize(self.rule),
+        }
 
     @classmethod
     def from_config(
         cls, config: dict, custom_objects: Any = None
     ) -> "LossScaleOptimizer":
-        """Returns the optimizer that `get_config` described."""
-        optimizer: LossScaleOptimizer = saving.made_from(
-            cls, config, custom_objects
-        )
-        return optimizer
+        """Returns the optimizer that `get_config`, or Keras's, described."""
+        arguments = dict(config)
+        for key in ("inner_optimizer", "loss_scale"):
+            if isinstance(arguments.get(key), dict):
+                arguments[key] = keras.saving.deserialize_keras_object(
+                    arguments[key], custom_objects=custom_objects
+                )
+        return cls(**arguments)
 
     def last_step_applied(self) -> Any:
         """Returns whether the last `apply` changed anything.
