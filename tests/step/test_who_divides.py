@@ -242,7 +242,7 @@ def test_what_a_loop_calls_and_where_its_variables_are_from_decide(
     found = {line: loop.run(line) for line in LINES}
     assert found == {line: of[not scales] for line, of in LINES.items()}
     factor = SCALE if scales else 1.0
-    assert float(loop.optimizer.current_scale()) == factor
+    assert float(loop.optimizer.scale_loss(1.0)) == factor
     # A model's optimizer still shows what its rule does.
     assert loop.optimizer.loss_scale == first > 1.0
     assert loop.optimizer.skipped_steps == 0
@@ -562,7 +562,6 @@ class TestJax:
         lambda optimizer, value: optimizer.scale_loss(value),
         lambda optimizer, value: optimizer.get_scaled_loss(value),
         lambda optimizer, value: optimizer.unscale_gradients([value]),
-        lambda optimizer, value: optimizer.current_scale(),
         lambda optimizer, value: value * optimizer.loss_scale,
         lambda optimizer, value: optimizer.apply([value]),
     )
