@@ -115,7 +115,7 @@ _skips: weakref.WeakKeyDictionary[Any, Skips] = weakref.WeakKeyDictionary()
 _left_alone: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def applying(original: Callable) -> Callable:
+def make_apply(original: Callable) -> Callable:
     """Returns the `apply` of optimizers that nothing has wrapped."""
 
     @functools.wraps(original)
@@ -192,7 +192,7 @@ def leave_alone(optimizer: keras.optimizers.Optimizer | None) -> None:
         _left_alone.add(optimizer)
 
 
-def held_beside(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+def beside_scaler(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Lists the optimizers in a model's scaler that the model also holds.
 
     A user's own step may use the optimizer that `compile` got, without the
@@ -218,7 +218,7 @@ def skippers(model: keras.Model) -> list[Skipper]:
     return [*scaling.scalers(model), *bare]
 
 
-def uncounted(model: keras.Model) -> Skips | None:
+def counter_of_fit(model: keras.Model) -> Skips | None:
     """Returns the counter of an optimizer whose steps of `fit` count nothing.
 
     Under JAX it is that of an unwrapped optimizer. Keras's own step applies
