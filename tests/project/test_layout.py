@@ -13,7 +13,7 @@ ELSEWHERE = {
     "policy/names": "policy/test_policy",
     "ops/jax_custom_gradients": "gradient_scaling/test_users_gradients",
     "ops/tensors": "ops/test_apply",
-    "ops/ways": "ops/test_weights",
+    "ops/ways": "ops/test_loops",
     "gradient_scaling/heads": "wild/test_gradients",
     "gradient_scaling/raw_ops": "gradient_scaling/test_power",
     "step/gradients": "step/test_who_divides",
@@ -32,7 +32,7 @@ ELSEWHERE = {
     "_keras/tapes": "_keras/test_contract_meanings",
     "_keras/training": "_keras/test_contract_meanings",
     "_keras/variables": "_keras/test_contract_meanings",
-    "_keras/xla_compilers": "tools/hardware/test_step_programs",
+    "_keras/xla_compilers": "tools/hardware/test_compiling",
 }
 
 

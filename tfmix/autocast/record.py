@@ -20,7 +20,6 @@ from tfmix._keras import (
     graphs,
     layers,
     replacing,
-    tapes,
     training,
 )
 from tfmix.autocast import (
@@ -132,7 +131,7 @@ class _MixedModel:
             "fit": self._fit,
             "make_train_function": self._make_train_function,
             "train_step": self._train_step,
-            "test_step": self._test_step,
+            "test_step": self._users_code,
             # Layers of a step pass 16-bit tensors to these, also as symbols.
             "compute_loss": self._in_float32,
             "compute_metrics": self._in_float32,
@@ -141,11 +140,6 @@ class _MixedModel:
         }
         if keras.backend.backend() == "tensorflow":
             wrappers[files.CHILDREN] = self._children
-        else:
-            wrappers["predict_step"] = tapes.inference_step
-            for kind in ("test", "predict"):
-                make = functools.partial(self._make_inferring, kind)
-                wrappers[f"make_{kind}_function"] = make
         if isinstance(model, keras.Sequential):
             # It creates its own input, which casts, before it is called.
             wrappers["build"] = self._build
@@ -202,28 +196,6 @@ class _MixedModel:
         made = original(*args, **kwargs)
         _reports.begin(self._model)
         return made
-
-    def _make_inferring(
-        self, kind: str, original: Callable, *args: Any, **kwargs: Any
-    ) -> Any:
-        model, name = self._model, f"{kind}_function"
-        before = getattr(model, name)
-        # Hooks of other libraries on this method find what they have left.
-        is_ours = isinstance(before, tapes.Inferring)
-        left = before.function if is_ours else before
-        setattr(model, name, left)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            now = getattr(model, name)
-            now = before if now is left else tapes.Inferring(now)
-            setattr(model, name, now)
-
-    def _test_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        step = functools.partial(self._users_code, original)
-        if keras.backend.backend() == "tensorflow":
-            return step(*args, **kwargs)
-        return tapes.inference_step(step, *args, **kwargs)
 
     def _train_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         given = self._place(args, kwargs)

@@ -73,14 +73,14 @@ if keras.backend.backend() == "tensorflow":
     _OF_BACKEND: tuple[Replaced, ...] = (
         Replaced(
             OPS,
-            "A tape may be asked for the gradient of a tensor's 16-bit copy.",
-            tapes.GRADIENTS,
-            replacing.lazily(tapes.noting_sources),
+            "A tape may watch the 16-bit copy of a tensor.",
+            tapes.WATCH,
+            replacing.lazily(exact_values.watching),
         ),
         Replaced(
             OPS,
             "The gradients of a graph have the dtypes of its tensors.",
-            tapes.OF_GRAPHS,
+            tapes.GRADIENTS,
             replacing.lazily(tapes.without_rules),
         ),
         Replaced(

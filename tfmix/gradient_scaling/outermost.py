@@ -74,14 +74,11 @@ class Calls:
 
     def _in_float32(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model under its rules. Its results are float32."""
-        around: Any = _AS_MADE
-        wide: Callable[[Any], Any] = exact_values.to_float32_with_notes
-        if self.parts:
-            around = heads.Results(self._model, self.parts)
-            wide = around.wide
-        with context_values.holding(around=around), self._ruled():
+        parts = heads.Call(self._model, self.parts) if self.parts else None
+        with context_values.holding(around=parts or _AS_MADE), self._ruled():
             outputs = self._own(*args, **kwargs)
             # Under the rules, a cast returns the value from before rounding.
+            wide = exact_values.to_float32_with_notes
             return tensors.map_leaves(outputs, wide)
 
     def _own(self, *args: Any, **kwargs: Any) -> Any:

@@ -469,11 +469,10 @@ def cast(call: Call) -> Any:
     value, dtype = call.tensors[0], call.wanted()
     if dtype is None or dtype == call.dtype:
         return call.plain()
-    source = exact_values.by_way_of(value, copy.source)
-    call.change(lambda x: source if x is value else x)
+    call.change(lambda x: copy.source if x is value else x)
     result = call.plain()
     if copy.is_weight and tensors.float_dtype(result):
-        exact_values.weight_copy(source, result)
+        exact_values.weight_copy(copy.source, result)
     return result
 
 

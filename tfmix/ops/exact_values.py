@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import keras
 
 from tfmix import _formats
-from tfmix._keras import global_state, kernels, layers, tapes
+from tfmix._keras import global_state, kernels, layers
 from tfmix._keras import variables as keras_variables
 from tfmix.ops import tensors
 
@@ -70,19 +70,23 @@ def float32_value(tensor: Any) -> Any:
     noted = note(tensor)
     if noted is None:
         return tensors.to_float32(tensor)
-    source = by_way_of(tensor, noted.source)
-    return kernels.cast(source, "float32")
+    return kernels.cast(noted.source, "float32")
 
 
-def by_way_of(copy: Any, value: Any) -> Any:
-    """Returns a float32 value by which its 16-bit copy has a gradient, too.
+def watching(original: Callable) -> Callable:
+    """Returns the method by which a tape watches tensors.
 
-    A tape in the code of a layer may be asked for that of the copy. JAX knows
-    no copy of what it differentiates.
+    Their gradient goes to themselves, not to what they were before a cast.
     """
-    if keras.backend.backend() != "tensorflow":
-        return value
-    return tapes.by_way_of(copy, value)
+
+    @functools.wraps(original)
+    def watch(tape: Any, tensor: Any) -> None:
+        for each in keras.tree.flatten(tensor):
+            if note(each) is not None:
+                global_state.put_note(each, NOTE, None)
+        original(tape, tensor)
+
+    return watch
 
 
 def is_exact(value: Any) -> bool:
@@ -98,10 +102,7 @@ def to_float32_with_notes(value: Any) -> Any:
     dtype = tensors.float_dtype(value)
     if dtype != "float32" and dtype not in _formats.SIXTEEN_BIT:
         return value
-    result = value
-    if dtype != "float32":
-        weight = weight_of(value)
-        result = tensors.to_float32(value) if weight is None else weight
+    result = float32_value(value)
     # Float32 probabilities may have 16-bit logits, which are cast then.
     global_state.copy_notes(value, result, tensors.to_float32)
     return result
@@ -128,14 +129,7 @@ def before_cast(x: Any) -> Any:
         noted = note(x)
     if noted is None or noted.is_weight:
         return x
-    original = noted.source
-    if not keras.ops.is_tensor(x):
-        return original
-    # The argument of `call` is the cast.
-    found = by_way_of(x, original)
-    if found is not original:
-        layers.copy_mask(original, found)
-    return found
+    return noted.source
 
 
 # These convert an input of a layer, by Keras's `convert_input`.

@@ -238,15 +238,15 @@ def _with_gradient(
     result = function(inputs, narrow)
 
     def of_all(upstream: Any) -> list:
-        total = tapes.shared(copy, of_weight(inputs, upstream, narrow))
+        total = of_weight(inputs, upstream, narrow)
         if not tapes.is_recorded():
-            return [upstream, None, *total]
+            return [upstream, None, total]
         # The gradient of this one needs to know the weight.
-        again = kernels.cast(tapes.by_way_of(copy, weight), copy.dtype)
+        again = kernels.cast(weight, copy.dtype)
         pulled = _pulled(lambda x: function(x, again), inputs, upstream)
-        return [None, pulled, *total]
+        return [None, pulled, total]
 
-    sources = [result, inputs, tapes.local(copy), weight]
+    sources = [result, inputs, weight]
     (result,) = tapes.replaced([result], sources, [], of_all)
     return result
 

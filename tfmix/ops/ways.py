@@ -102,7 +102,6 @@ def take(call: apply.Call) -> Any:
             call.is_ruled = call.is_ruled or _takes_often(call)
             return apply.apply(call)
         dtype = tensors.float_dtype(table)
-        weight = exact_values.by_way_of(table, weight)
         rows = call.op.run((weight, *call.args[1:]), call.kwargs)
     # A note would keep all rows in float32.
     narrowed = tensors.narrow(rows, dtype)
