@@ -30,7 +30,7 @@ from tfmix.autocast import (
 from tfmix.float8 import chosen_layers
 from tfmix.gradient_scaling import heads, model_call, outermost, placing
 from tfmix.loss_scaling import optimizer as scaling
-from tfmix.ops import exact_values, stand_ins, tensors
+from tfmix.ops import stand_ins, tensors
 from tfmix.policy import policy as policies
 from tfmix.policy.devices import devices
 
@@ -167,7 +167,7 @@ class _MixedModel:
             self._choose_float8(self._float8)
         if layers.is_structure(self._model):
             args, kwargs = tensors.map_leaves(
-                (args, kwargs), exact_values.before_cast
+                (args, kwargs), tensors.before_cast
             )
         if self._calls.parts:
             run = functools.partial(heads.run_graph, self._model)
@@ -176,7 +176,7 @@ class _MixedModel:
         with context_values.holding(users_code=""):
             outputs = self._calls.run(*args, **kwargs)
         if code == fallback.FLOAT32:
-            wide = exact_values.to_float32_with_notes
+            wide = tensors.to_float32_with_notes
             return tensors.map_leaves(outputs, wide)
         return outputs
 
@@ -227,7 +227,7 @@ class _MixedModel:
     def _in_float32(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Gives losses and metrics their tensors in float32."""
         args, kwargs = tensors.map_leaves(
-            (args, kwargs), exact_values.to_float32_with_notes
+            (args, kwargs), tensors.to_float32_with_notes
         )
         return self._under_rules(original, *args, **kwargs)
 

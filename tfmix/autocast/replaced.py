@@ -35,9 +35,9 @@ from tfmix.autocast import compile as compiling
 from tfmix.ops import (
     apply,
     attention,
-    exact_values,
     recomputation,
     stand_ins,
+    tensors,
     ways,
 )
 from tfmix.optimizers import sixteen_bit_optimizer
@@ -75,7 +75,7 @@ if keras.backend.backend() == "tensorflow":
             OPS,
             "A tape may watch the 16-bit copy of a tensor.",
             tapes.WATCH,
-            replacing.lazily(exact_values.watching),
+            replacing.lazily(tensors.watching),
         ),
         Replaced(
             OPS,
@@ -145,7 +145,7 @@ LIST = (
         OPS,
         "Regularizers and added losses exceed float16.",
         training.PENALTIES,
-        _under_policy(exact_values.with_float32_arguments),
+        _under_policy(tensors.with_float32_arguments),
     ),
     Replaced(
         OPS,

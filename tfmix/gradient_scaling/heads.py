@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import keras
 
-from tfmix._keras import context_values, global_state, graphs, layers
+from tfmix._keras import context_values, graphs, layers
 from tfmix.gradient_scaling import model_call
-from tfmix.ops import exact_values, tensors
+from tfmix.ops import tensors
 
 
 class Call(NamedTuple):
@@ -88,7 +88,7 @@ class Part:
             values.update(graphs.run_node(node, values, operation_fn))
         made = [values[key] for key in self.gives]
         return [
-            (exact_values.to_float32_with_notes(x), tensors.float_dtype(x))
+            (tensors.to_float32_with_notes(x), tensors.float_dtype(x))
             for x in made
         ]
 
@@ -96,6 +96,6 @@ class Part:
 def _narrow(tensor: Any, dtype: str) -> Any:
     if tensors.float_dtype(tensor) in ("", "sparse", dtype) or not dtype:
         return tensor
-    narrow = exact_values.input_copy(tensor, keras.ops.cast(tensor, dtype))
-    global_state.copy_notes(tensor, narrow)
+    narrow = tensors.input_copy(tensor, keras.ops.cast(tensor, dtype))
+    tensors.copy_notes(tensor, narrow)
     return narrow

@@ -14,7 +14,7 @@ import keras
 
 from tfmix._keras import context_values, global_state, layers, replacing
 from tfmix.gradient_scaling import heads, model_call
-from tfmix.ops import exact_values, tensors
+from tfmix.ops import tensors
 from tfmix.step import guard
 
 # What a model call is part of, while its results stay in their own dtype.
@@ -78,7 +78,7 @@ class Calls:
         with context_values.holding(around=parts or _AS_MADE), self._ruled():
             outputs = self._own(*args, **kwargs)
             # Under the rules, a cast returns the value from before rounding.
-            wide = exact_values.to_float32_with_notes
+            wide = tensors.to_float32_with_notes
             return tensors.map_leaves(outputs, wide)
 
     def _own(self, *args: Any, **kwargs: Any) -> Any:
