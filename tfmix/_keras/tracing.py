@@ -171,16 +171,6 @@ def scratch() -> Iterator[None]:
         yield
 
 
-def cast_from(tensor: Any) -> Any:
-    """Returns the source of a cast in TensorFlow's graph, or `None`."""
-    is_symbol = keras.backend.backend() == "tensorflow" and isinstance(
-        tensor, tf.Tensor
-    )
-    if not is_symbol or tf.executing_eagerly() or tensor.op.type != "Cast":
-        return None
-    return tensor.op.inputs[0]
-
-
 def untouched(function: Function) -> Function:
     """Returns the function, marked so that AutoGraph does not rewrite it."""
     # Our functions have no Python control flow on tensors, and rewriting is
