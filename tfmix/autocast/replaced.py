@@ -10,7 +10,9 @@
   original if there are none.
 
 Besides these names, a model with a record holds wrappers of its own methods
-(`record`), and `tfmix run` replaces what it watches (`tools/run`).
+(`record`), and `tfmix run` replaces what it watches (`tools/run`). TensorFlow's
+registry keeps a gradient of ours for each trace, under a name that begins with
+"Tfmix" (`_keras/tapes`); no other op has it.
 """
 
 import functools
