@@ -50,9 +50,8 @@ class _Shared:
         if not isinstance(token, ad.Zero):
             return token
         known, shape = self.second, token.aval.shape
-        live = (x for x in arrays if not isinstance(x, ad.Zero))
-        traces = {getattr(x, "_trace", None) for x in live}
-        if known is None or getattr(known, "_trace", None) not in traces:
+        live = [x for x in arrays if not isinstance(x, ad.Zero)]
+        if known is None or not tracing.has_trace_of(known, live):
             return token
         return jnp.broadcast_to(known.reshape(-1, 2)[0], shape)
 

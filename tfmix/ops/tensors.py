@@ -22,11 +22,11 @@ from tfmix._keras import variables as keras_variables
 
 # A tensor carries this note: a `Copy`.
 COPY = "_tfmix_copy"
-# Both are notes on probabilities that hold their logits. Keras's losses use
-# Keras's note on TensorFlow only.
-LOGITS_OF_KERAS, LOGITS = "_keras_logits", "_tfmix_logits"
+# Notes on probabilities hold their logits. Keras's losses use Keras's note, on
+# TensorFlow only.
+LOGITS_OF_KERAS, LOGITS = global_state.LOGITS, "_tfmix_logits"
 # Losses and metrics read these notes of a tensor.
-NOTES = ("_keras_mask", LOGITS_OF_KERAS, LOGITS)
+NOTES = (global_state.MASK, LOGITS_OF_KERAS, LOGITS)
 _ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 _DATA = (numbers.Number, np.generic, np.ndarray)
 
