@@ -6,6 +6,7 @@ import keras
 
 from tests import helpers
 from tfmix._keras import global_state
+from tfmix.ops import tensors
 
 
 def test_scopes_are_listed_from_the_innermost():
@@ -18,6 +19,6 @@ def test_scopes_are_listed_from_the_innermost():
 def test_a_note_leaves_nothing_to_make_while_python_collects_garbage():
     name = "_tfmix_noted_here"
     tensor = keras.ops.ones((2,))
-    global_state.put_note(tensor, name, [1])
+    tensors.put_note(tensor, name, [1])
     held = [x for x in gc.get_objects() if type(x) is dict and name in x]
     assert held == [vars(tensor)]

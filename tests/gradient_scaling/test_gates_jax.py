@@ -146,7 +146,49 @@ def two_gradients_of_one_call(of):
     return jax.grad(loss)(FIRST)
 
 
+def penalty(factor):
+    def of_factor(of):
+        def loss(w):
+            slope = jax.grad(lambda x: of(w, x).sum())(ops.convert_to_tensor(X))
+            return ops.mean(of(w, X)) + factor * ops.mean(slope**2)
+
+        return jax.grad(loss)(FIRST)
+
+    return of_factor
+
+
+def reverse_over_reverse(of):
+    """Multiplies the Hessian of a large loss by a vector."""
+
+    def slope(w):
+        return jax.grad(lambda w: 1e3 * ops.mean((of(w, X) - 3) ** 2))(w)
+
+    return jax.grad(lambda w: ops.sum(slope(w) * FIRST))(FIRST)
+
+
+def penalty_on_a_jacobian(of):
+    def loss(w):
+        each = jax.jacrev(lambda w: of(w, X[:3])[:, 0])(w)
+        return ops.sum(ops.mean(each**2, (1, 2)) * np.float32([1, 1e2, 1e4]))
+
+    return jax.grad(loss)(FIRST)
+
+
+def unlike_gradients_of_one_call(of):
+    def loss(w):
+        made, pull = jax.vjp(lambda x: of(w, x), X)
+        small, large = (pull(k * made)[0] for k in (0.1, 100.0))
+        return ops.sum(small**2) + ops.sum(large**2) + ops.sum(made)
+
+    return jax.grad(loss)(FIRST)
+
+
 DERIVATIVES = {
+    "penalty_times_1e5": penalty(1e5),
+    "penalty_times_1e-2": penalty(1e-2),
+    "reverse_over_reverse": reverse_over_reverse,
+    "penalty_on_a_jacobian": penalty_on_a_jacobian,
+    "unlike_gradients_of_one_call": unlike_gradients_of_one_call,
     "of_rows_that_share_a_weight": lambda of: jax.grad(
         each_row(lambda w, x: 1e-6 * ops.sum(of(w, x[None]) ** 2))
     )(FIRST),
@@ -166,25 +208,40 @@ DERIVATIVES = {
 
 
 @pytest.mark.parametrize(
-    "name", helpers.quick_are({"on_a_tangent"}, DERIVATIVES)
+    "name",
+    helpers.quick_are({"on_a_tangent", "penalty_times_1e5"}, DERIVATIVES),
 )
 def test_powers_of_several_passes_are_not_mixed(name):
-    def of(dtype):
-        if dtype == "float32":
-            return lambda first, x: net(dtype, first, x)
-
-        def between(first, x):
-            gates = gates_jax.Gates(1.0, ())
-            inside = gates.enter([first, x])
-            return gates.leave([net(dtype, *inside)], [])[0][0]
-
-        return between
-
     found, exact = (
-        jax.jit(lambda dtype=dtype: DERIVATIVES[name](of(dtype)))()
+        jax.jit(lambda dtype=dtype: DERIVATIVES[name](result_of(dtype)))()
         for dtype in ("float16", "float32")
     )
     assert np.linalg.norm(found - exact) < 0.01 * np.linalg.norm(exact)
+
+
+def result_of(dtype):
+    """Returns a network as a function of its weights and of its inputs."""
+    if dtype == "float32":
+        return lambda first, x: net(dtype, first, x)
+
+    def between(first, x):
+        gates = gates_jax.Gates(1.0, ())
+        inside = gates.enter([first, x])
+        return gates.leave([net(dtype, *inside)], [])[0][0]
+
+    return between
+
+
+def test_powers_that_do_not_know_each_other_make_nan():
+    """Each compiled function would else have a power of its own."""
+    of = result_of("float16")
+
+    def loss(w):
+        made, pull = jax.vjp(lambda x: of(w, x), X)
+        slopes = [jax.jit(pull)(k * made)[0] for k in (0.1, 100.0)]
+        return sum(ops.sum(slope**2) for slope in slopes)
+
+    assert np.isnan(jax.grad(loss)(FIRST)).all()
 
 
 def test_a_member_that_is_not_finite_leaves_the_others_alone():

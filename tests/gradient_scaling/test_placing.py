@@ -171,6 +171,42 @@ def test_gradients_that_grow_train_as_in_float32(make, way, wraps):
     assert abs(loss - exact) < 0.1 * exact + 0.02
 
 
+class OwnLoss(keras.Model):
+    """Returns how far it changes each image: a mean over many pixels."""
+
+    def __init__(self, of_pixels):
+        super().__init__()
+        near = keras.initializers.Constant(np.diag([0.997] * 3)[None, None])
+        self.conv = layers.Conv2D(3, 1, use_bias=False, kernel_initializer=near)
+        self.of_pixels = of_pixels
+
+    def call(self, x):
+        return self.of_pixels(ops.square(self.conv(x) - x))
+
+
+@pytest.mark.parametrize(
+    "of_pixels",
+    [lambda x: ops.mean(x, (1, 2, 3)), ops.mean],
+    ids=["each_image", "one_number"],
+)
+def test_a_model_that_returns_its_own_loss_trains(of_pixels):
+    x = np.random.default_rng(0).random((8, 256, 256, 3), "float32")
+
+    def losses(policy):
+        tfmix.set_global_policy(policy)
+        model = OwnLoss(of_pixels)
+        model.compile(
+            keras.optimizers.SGD(1.0), loss=lambda _, loss: ops.mean(loss)
+        )
+        kwargs = {"batch_size": 8, "epochs": 3, "verbose": 0}
+        return model.fit(x, np.zeros(8), **kwargs).history["loss"]
+
+    exact, found = losses("float32"), losses("mixed_float16")
+    # Pixels are rounded.
+    np.testing.assert_allclose(found, exact, rtol=0.25)
+    assert found[-1] < 0.25 * found[0]
+
+
 @helpers.requires_backend("tensorflow")
 def test_clipping_of_ones_own_hides_no_overflow():
     # It makes NaN of all gradients, as a bad batch does.

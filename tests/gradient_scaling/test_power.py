@@ -12,10 +12,11 @@ from tfmix.gradient_scaling import power
 pytestmark = pytest.mark.every_case("each row is a rule of its own, and fast")
 
 
-def of(*gradients, losses=(), factor=1.0):
+def of(*gradients, losses=(), place=1.0, is_second=False):
     tensors = [keras.ops.convert_to_tensor(each) for each in gradients]
     losses = [keras.ops.convert_to_tensor(each) for each in losses]
-    return float(helpers.to_numpy(power.of(tensors, losses, factor).up))
+    found = power.of(tensors, losses, place, is_second)
+    return float(helpers.to_numpy(found.up))
 
 
 @pytest.mark.parametrize("exponent", [-90, -20, -1, 0, 1, 20, 90])
@@ -51,8 +52,33 @@ def test_added_losses_only_count_in_the_sum():
 )
 def test_gradients_without_a_size_are_left_unchanged(values):
     assert of(np.float32(values)) == 1.0
-    assert of(np.float32(values), factor=0.5) == 0.5
+    assert of(np.float32(values), place=0.5) == 1.0
 
 
-def test_a_factor_moves_the_power():
-    assert of(np.float32([4.0]), factor=0.25) == 0.0625
+def test_a_place_moves_the_power():
+    assert of(np.float32([4.0]), place=0.25) == 0.0625
+    assert of(np.ones(2**14, "float32"), place=0.25) == 0.0625
+
+
+HIGH = 2.0**15
+
+
+def test_a_high_place_leaves_room():
+    assert of(np.ones((8, 1), "float32"), place=HIGH) == 2.0**8
+    assert of(np.ones((2**6, 1), "float32"), place=HIGH) == 2.0**6
+    assert of(np.ones((2**14, 1), "float32"), place=HIGH) == 0.25
+
+
+def test_the_gradient_of_a_loss_for_each_example_lies_higher():
+    assert of(np.ones(8, "float32"), place=HIGH) == 2.0**12
+    assert of(np.float32(2.0), place=HIGH) == 2.0**14
+    assert of(np.ones(2**10, "float32"), place=HIGH) == 2.0**5
+    assert of(np.ones(8, "float32"), place=0.5) == 0.5
+
+
+def test_the_power_of_a_second_derivative_has_a_limit():
+    assert of(np.float32([1e-6]), is_second=True) == 256.0
+    assert of(np.float32([1e-6]), is_second=True, place=0.5) == 128.0
+    assert of(np.float32([2.0**-4]), is_second=True) == 256.0
+    assert of(np.float32([2.0**4]), is_second=True) == 1.0
+    assert of(np.float32([0.0]), is_second=True) == 256.0

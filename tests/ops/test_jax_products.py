@@ -22,7 +22,8 @@ def test_products_have_every_derivative():
 
     from tfmix.ops import contraction, jax_products
 
-    axes = contraction.of_einsum("abc,dcb->ad", (3, 3), 1)
+    shapes = (2, 3, 4), (5, 4, 3)
+    axes = contraction.of_op("einsum", ["abc,dcb->ad"], {}, shapes, 1)
     x = jnp.asarray(normal(2, 3, 4), "float16")
     w = jnp.asarray(normal(5, 4, 3))
 

@@ -7,7 +7,7 @@ from keras import layers
 
 import tfmix
 from tests import helpers, steps
-from tfmix._keras import global_state
+from tfmix.ops import tensors
 
 POLICIES = ("mixed_float16", "mixed_bfloat16")
 X, LABEL = np.ones((1, 1), "float32"), np.array([1])
@@ -182,7 +182,7 @@ def test_a_loss_only_takes_logits_of_its_own_axis(axis):
             loss = keras.losses.CategoricalCrossentropy(axis=1)
             values.append(float(loss(y, probabilities)))
     np.testing.assert_allclose(*values, rtol=1e-5)
-    noted = global_state.note(probabilities, global_state.LOGITS)
+    noted = tensors.note(probabilities, tensors.LOGITS)
     assert list(noted) == [f"softmax along {axis % 3}"]
 
 
@@ -191,7 +191,7 @@ def test_a_loss_only_takes_logits_of_its_own_axis(axis):
 def test_float32_is_as_in_keras():
     model = compiled(in_scope(wide_softmax, "float32"))
     assert model.train_on_batch(X, LABEL) == pytest.approx(16.118, abs=1e-3)
-    assert global_state.note(model(X), global_state.LOGITS) is None
+    assert tensors.note(model(X), tensors.LOGITS) is None
 
 
 # Keras's TensorFlow backend takes them, even in float32.

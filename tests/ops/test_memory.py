@@ -11,7 +11,7 @@ import pytest
 import tfmix
 from tests import helpers
 from tfmix._keras import kernels
-from tfmix.ops import exact_values
+from tfmix.ops import tensors
 
 LAYERS = 8
 # The results of these ops of TensorFlow lie where their arguments do.
@@ -25,14 +25,14 @@ SAME_BUFFER = frozenset(
 def copies(monkeypatch):
     """Lists how many copies of weights are alive as each one is made."""
     references, alive = [], []
-    make = exact_values.weight_copy
+    make = tensors.weight_copy
 
     def noting(weight, copy, *args):
         references.extend(map(weakref.ref, (weight, copy)))
         alive.append(sum(made() is not None for made in references))
         return make(weight, copy, *args)
 
-    monkeypatch.setattr(exact_values, "weight_copy", noting)
+    monkeypatch.setattr(tensors, "weight_copy", noting)
     # A cycle would hold them until Python looks for cycles.
     gc.collect()
     gc.disable()

@@ -24,12 +24,8 @@ class Block:
             else `None`.
         gates: The gates of the model's call that runs, `None` if there are
             none.
-        asked: The `id`s of the tensors whose gradients a tape forms now.
         power: The power of two of the gradients that are formed now, `None`
             if they are unscaled.
-        in_inference: Whether Keras runs a step of `evaluate` or `predict`.
-        unasked: A token of the trace whose gradient nobody can ask for, `None`
-            if there is none (JAX).
         in_loop: Whether the code runs in each step of a loop.
         in_map: Whether TensorFlow converts the code to run for all rows.
         users_code: The dtype of the user's code that is running, else "". In
@@ -46,10 +42,7 @@ class Block:
     around: Any = None
     place_of_step: Any = None
     gates: Any = None
-    asked: frozenset[int] = frozenset()
     power: Any = None
-    in_inference: bool = False
-    unasked: Any = None
     in_loop: bool = False
     in_map: bool = False
     users_code: str = ""

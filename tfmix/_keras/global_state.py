@@ -7,13 +7,11 @@ caller, and leaves alone all else that Keras keeps there.
 """
 
 import contextlib
-import numbers
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-import numpy as np
 from keras.src.backend.common import (
     global_state,
     stateless_scope,
@@ -27,8 +25,6 @@ POLICY_KEY = "dtype_policy"
 # The module by which Keras's two functions read and write the policy.
 POLICY_STORE = (dtype_policy, "global_state")
 _CALL_CONTEXT = "current_call_ctx"
-_ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
-_DATA = (numbers.Number, np.generic, np.ndarray)
 
 
 def policy_name() -> str:
@@ -126,44 +122,9 @@ def noted_scope(scope: Any) -> Callable[[], None]:
     return restore
 
 
-# Both are notes on probabilities that hold their logits. Keras's losses use
-# Keras's note on TensorFlow only.
-LOGITS_OF_KERAS, LOGITS = "_keras_logits", "_tfmix_logits"
-# Losses and metrics read these notes of a tensor.
-NOTES = ("_keras_mask", LOGITS_OF_KERAS, LOGITS)
-
-
-def note(tensor: Any, name: str) -> Any:
-    """Returns a note of a tensor, `None` if it has none."""
-    # Keras asks for an attribute, and TensorFlow looks long for one that its
-    # tensors lack.
-    held = getattr(tensor, "__dict__", None)
-    if held is not None and _ON_TENSORFLOW:
-        return held.get(name)
-    return tensor_attributes.get_tensor_attr(tensor, name)
-
-
-def put_note(tensor: Any, name: str, value: Any) -> None:
-    """Adds a note to a tensor; results computed from it do not inherit it."""
-    # Numbers and NumPy arrays may be the caller's data, so they get no notes.
-    if tensor is None or isinstance(tensor, _DATA):
-        return
-    held = getattr(tensor, "__dict__", None)
-    if held is not None and _ON_TENSORFLOW:
-        # `setattr` makes no dictionary under Python 3.11. TensorFlow then makes
-        # one while Python collects garbage; long eager runs have crashed there.
-        held[name] = value
-    else:
-        tensor_attributes.set_tensor_attr(tensor, name, value)
-
-
-def copy_notes(
-    source: Any, target: Any, change: Callable[[Any], Any] = lambda x: x
-) -> None:
-    """Copies the notes for losses and metrics, each changed by a function."""
-    for name in NOTES:
-        value = note(source, name)
-        if value is not None:
-            changed = keras.tree.map_structure(change, value)
-            if target is not source or changed is not value:
-                put_note(target, name, changed)
+# TensorFlow's tensors hold their attributes themselves; Keras keeps those of
+# JAX's arrays.
+get_attribute: Callable[[Any, str], Any] = tensor_attributes.get_tensor_attr
+set_attribute: Callable[[Any, str, Any], None] = (
+    tensor_attributes.set_tensor_attr
+)

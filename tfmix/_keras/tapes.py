@@ -9,14 +9,14 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import context_values, global_state, replacing, tracing
+from tfmix._keras import context_values, global_state, replacing
 
 # TensorFlow calls one of these for a `tf.custom_gradient`.
 CUSTOM: tuple[replacing.Place, ...] = ()
-# TensorFlow calls this to form gradients by a tape.
+# TensorFlow calls these to form gradients, by a tape or of a graph.
 GRADIENTS: tuple[replacing.Place, ...] = ()
-# TensorFlow calls this to form gradients of a graph.
-OF_GRAPHS: tuple[replacing.Place, ...] = ()
+# Users call this to get gradients by a tensor.
+WATCH: tuple[replacing.Place, ...] = ()
 # TensorFlow calls this to find the trace of a `tf.function` for a call.
 TRACE: tuple[replacing.Place, ...] = ()
 if keras.backend.backend() == "tensorflow":
@@ -38,8 +38,11 @@ if keras.backend.backend() == "tensorflow":
         (custom_gradient, "_eager_mode_decorator"),
         (custom_gradient, "_graph_mode_decorator"),
     )
-    GRADIENTS = ((imperative_grad, "imperative_grad"),)
-    OF_GRAPHS = ((gradients_util, "_GradientsHelper"),)
+    GRADIENTS = (
+        (imperative_grad, "imperative_grad"),
+        (gradients_util, "_GradientsHelper"),
+    )
+    WATCH = ((tf.GradientTape, "watch"),)
     TRACE = ((function_context, "make_function_context"),)
 
 # A graph holds its own gradient functions under this name.
@@ -62,43 +65,14 @@ def may_be_asked() -> bool:
     Under TensorFlow only a tape around the caller can. A graph that is traced
     without a tape, outside training, keeps TensorFlow's own operations, so it
     can be exported. Forward accumulators do not support custom gradients. JAX
-    may ask for the gradient of anything later, except in a step of `evaluate`
-    or `predict`.
+    may ask for the gradient of anything later.
     """
     if keras.backend.backend() != "tensorflow":
-        unasked = context_values.block.get().unasked
-        return unasked is None or tracing.transformation() != unasked
+        return True
     if runs_forward():
         return False
     is_graph = not tf.executing_eagerly()
     return is_recorded() or (is_graph and global_state.is_training())
-
-
-def inference_step(original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Runs a step of `evaluate` or `predict`, which Keras itself traces.
-
-    Nobody can take a gradient of it as a whole. What the step differentiates
-    itself is part of another transformation, also where it calls a step again.
-    """
-    block = context_values.block.get()
-    if not block.in_inference or block.unasked is not None:
-        return original(*args, **kwargs)
-    with context_values.holding(unasked=tracing.transformation()):
-        return original(*args, **kwargs)
-
-
-class Inferring:
-    """Keras's own function of a step of `evaluate` or `predict`.
-
-    Callbacks, which may differentiate a step, run outside of it.
-    """
-
-    def __init__(self, function: Callable) -> None:
-        self.function = function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with context_values.holding(in_inference=True, unasked=None):
-            return self.function(*args, **kwargs)
 
 
 def traced_for_gradients(original: Callable) -> Callable:
@@ -171,22 +145,8 @@ def reach(tensor: Any) -> bool:
     return graph is not None and graph is tf.compat.v1.get_default_graph()
 
 
-def noting_sources(original: Callable) -> Callable:
-    """Notes of which tensors a tape forms the gradients."""
-
-    @functools.wraps(original)
-    def gradients(
-        tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        asked = frozenset(map(id, sources))
-        with context_values.holding(asked=asked, rules=context_values.NO_RULES):
-            return original(tape, target, sources, *args, **kwargs)
-
-    return gradients
-
-
 def without_rules(original: Callable) -> Callable:
-    """Forms the gradients of a graph by TensorFlow's own arithmetic.
+    """Forms gradients by TensorFlow's own arithmetic.
 
     A gradient that a wide op computed would not have its tensor's dtype.
     """
@@ -197,38 +157,6 @@ def without_rules(original: Callable) -> Callable:
             return original(*args, **kwargs)
 
     return gradients
-
-
-def is_asked(tensor: Any) -> bool:
-    """Returns whether a tape is asked for the gradient of this very tensor."""
-    return id(tensor) in context_values.block.get().asked
-
-
-def shared(copy: Any, upstream: Any) -> list:
-    """Returns the gradient of a 16-bit copy, and that of its float32 source.
-
-    One of them is `None`. The copy has a gradient if a tape is asked for that
-    very tensor; what the source gets through it is then rounded.
-    """
-    if is_asked(copy):
-        return [tf.cast(upstream, copy.dtype), None]
-    return [None, upstream]
-
-
-def by_way_of(copy: Any, tensor: Any) -> Any:
-    """Returns a tensor through which gradients reach another or its copy.
-
-    Args:
-        copy: A 16-bit cast of `tensor`.
-        tensor: Float tensor.
-    """
-    if not is_recorded() or runs_forward():
-        return tensor
-    with record.stop_recording():
-        made = tf.raw_ops.Identity(input=tensor)
-    gradient = functools.partial(shared, copy)
-    record.record_operation("Tfmix", [made], [copy, tensor], gradient)
-    return made
 
 
 def runs_forward() -> bool:
@@ -279,17 +207,6 @@ def replaced(
     sources = [*tensors, *(variable.handle for variable in variables)]
     record.record_operation("Tfmix", made, sources, by_tape)
     return made
-
-
-def record_gradient(result: Any, tensors: Sequence, gradient: Gradient) -> None:
-    """Sets the gradient of an eager result that no tape has recorded.
-
-    Args:
-        result: Float tensor.
-        tensors: The float tensors that it was computed from.
-        gradient: Takes the incoming gradient; returns one for each tensor.
-    """
-    record.record_operation("Tfmix", [result], list(tensors), gradient)
 
 
 def _named(gradient: Gradient, count: int) -> Any:

@@ -23,7 +23,7 @@ from tfmix._keras import (
     training,
 )
 from tfmix._keras import variables as keras_variables
-from tfmix.ops import exact_values, tensors
+from tfmix.ops import tensors
 
 _CONVERT = "convert_input"
 # Larger whole numbers are not exact: 2 to the number of significant bits.
@@ -41,17 +41,17 @@ def keep_exact(layer: keras.Layer) -> None:
         _wrap(layer, call=_look_up_behind_casts)
     elif isinstance(layer, keras.Sequential):
         # Each of its layers casts its own inputs.
-        _use_converter(layer, exact_values.pass_on)
+        _use_converter(layer, _pass_on)
     elif layer.dtype_policy.compute_dtype == "float32":
         look_behind_casts(layer)
     elif isinstance(layer, keras.layers.Masking):
-        _use_converter(layer, exact_values.remember)
+        _use_converter(layer, _remember)
         call = functools.partial(_mask_exactly, layer)
         _wrap(layer, call=call, compute_mask=_compute_exact_mask)
     elif isinstance(layer, keras.layers.SpectralNormalization):
         _wrap(layer, call=_read_as_stored)
     elif not layers.takes_casts(layer):
-        _use_converter(layer, exact_values.remember)
+        _use_converter(layer, _remember)
 
 
 def begin_exact(model: keras.Model) -> None:
@@ -62,7 +62,7 @@ def begin_exact(model: keras.Model) -> None:
         graphs.widen_inputs(model)
 
 
-def built_exact(
+def build_exactly(
     model: keras.Sequential, build: Callable, *args: Any, **kwargs: Any
 ) -> None:
     """Builds a Sequential whose input rounds no ids and no raw features.
@@ -110,7 +110,7 @@ def make_float32(layer: keras.Layer) -> None:
 
 def look_behind_casts(layer: keras.Layer) -> None:
     """Gives a float32 layer its inputs as they were before a cast."""
-    _use_converter(layer, exact_values.recover)
+    _use_converter(layer, _recover)
 
 
 def forget_exact(layer: keras.Layer) -> None:
@@ -129,6 +129,33 @@ def _use_converter(layer: keras.Layer, convert: Callable) -> None:
     layers.change_policy(layer, **{_CONVERT: convert})
 
 
+# These convert an input of a layer, by Keras's `convert_input`.
+
+
+def _remember(original: Callable, x: Any, autocast: bool, dtype: str) -> Any:
+    """Notes on what a layer casts what it was before."""
+    x = keras_variables.read(x)
+    tensor = original(x, False, dtype)
+    converted = original(tensor, autocast, dtype)
+    if converted is not tensor:
+        tensors.note_cast(x, converted, tensor)
+    return converted
+
+
+def _recover(original: Callable, x: Any, autocast: bool, dtype: str) -> Any:
+    """Gives a layer what it gets as it was before another layer cast it."""
+    exact = tensors.before_cast(x)
+    converted = original(exact, autocast, dtype)
+    if converted is not exact:
+        layers.copy_mask(exact, converted)
+    return converted
+
+
+def _pass_on(original: Callable, x: Any, autocast: bool, dtype: str) -> Any:
+    """Gives a layer, which casts nothing, what it gets as it was before."""
+    return original(tensors.before_cast(x), False, dtype)
+
+
 def _largest_whole(leaf: Any) -> float:
     """Returns the largest size in an array of whole numbers, 0 for others."""
     largest = 0.0
@@ -143,7 +170,7 @@ def _largest_whole(leaf: Any) -> float:
 def _behind_cast(x: Any) -> Any:
     """Returns a graph's tensor as it was before two casts."""
     source = tracing.cast_from(x)
-    original = exact_values.before_cast(source)
+    original = tensors.before_cast(source)
     return x if original is source else original
 
 
@@ -163,14 +190,14 @@ def _look_up(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    args, kwargs = tensors.map_leaves((args, kwargs), exact_values.before_cast)
+    args, kwargs = tensors.map_leaves((args, kwargs), tensors.before_cast)
     _warn_of_rounded_ids(layer, _first_tensor(args, kwargs))
     return original(*args, **kwargs)
 
 
 def _look_up_behind_casts(original: Callable, *args: Any, **kwargs: Any) -> Any:
     def exact(x: Any) -> Any:
-        return _behind_cast(exact_values.before_cast(x))
+        return _behind_cast(tensors.before_cast(x))
 
     args, kwargs = tensors.map_leaves((args, kwargs), exact)
     return original(*args, **kwargs)
@@ -184,7 +211,7 @@ def _mask_exactly(
 ) -> Any:
     """Masks by the exact inputs, as 16 bit may not hold the mask value."""
     inputs = _first_tensor(args, kwargs)
-    args, kwargs = tensors.map_leaves((args, kwargs), exact_values.before_cast)
+    args, kwargs = tensors.map_leaves((args, kwargs), tensors.before_cast)
     found = original(*args, **kwargs)
     result = keras.ops.cast(found, inputs.dtype)
     # Keras before 3.15 computes it later, from the rounded inputs.
@@ -196,7 +223,7 @@ def _compute_exact_mask(
     original: Callable, inputs: Any, mask: Any = None
 ) -> Any:
     # A graph notes how to compute a mask from the given inputs.
-    return original(exact_values.before_cast(inputs), mask)
+    return original(tensors.before_cast(inputs), mask)
 
 
 def _read_as_stored(original: Callable, *args: Any, **kwargs: Any) -> Any:

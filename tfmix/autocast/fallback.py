@@ -22,7 +22,7 @@ from tfmix._keras import (
     variables,
 )
 from tfmix.autocast import exact_inputs
-from tfmix.ops import exact_values, tensors
+from tfmix.ops import tensors
 from tfmix.policy import policy as policies
 
 # Marks an error that float32 did not fix, so that outer layers do not retry.
@@ -82,14 +82,14 @@ def assign_exactly(original: Callable, variable: Any, value: Any) -> Any:
     has_rules = policies.SIXTEEN_BIT in context_values.active_rules()
     if not has_rules or global_state.on_shapes_only():
         return original(variable, value)
-    value = exact_values.before_cast(value)
+    value = tensors.before_cast(value)
     may_fall_back = context_values.block.get().users_code == SIXTEEN_BIT
-    if may_fall_back and not exact_values.is_exact(value):
+    if may_fall_back and tensors.weight_of(value) is None:
         raise TypeError(
             f"16-bit numbers are assigned to the variable {variable.path!r}, "
             "which is float32."
         )
-    return original(variable, exact_values.float32_value(value))
+    return original(variable, tensors.to_float32(value))
 
 
 class _Fallback:
@@ -124,9 +124,7 @@ class _Fallback:
         if self._returns_16_bit():
             outputs = tensors.map_leaves(outputs, self._rounded)
         if to_float32_code:
-            return tensors.map_leaves(
-                outputs, exact_values.to_float32_with_notes
-            )
+            return tensors.map_leaves(outputs, tensors.to_float32_with_notes)
         return outputs
 
     def _run(
@@ -185,9 +183,7 @@ class _Fallback:
         return layer.autocast and (is_keras or _is_cell(layer))
 
     def _rounded(self, value: Any) -> Any:
-        return exact_values.to_16_bit_with_notes(
-            value, self._layer.compute_dtype
-        )
+        return tensors.to_16_bit_with_notes(value, self._layer.compute_dtype)
 
     def _fall_back(self, error: Exception, undo: contextlib.ExitStack) -> None:
         """Makes the layer float32, and the cells inside."""
@@ -197,9 +193,7 @@ class _Fallback:
         self._policy = layers.own_policy(self._layer)
 
     def _in_float32(self, original: Callable, args: Any, kwargs: Any) -> Any:
-        args, kwargs = tensors.map_leaves(
-            (args, kwargs), exact_values.as_float32_input
-        )
+        args, kwargs = tensors.map_leaves((args, kwargs), _as_float32_input)
         with (
             variables.autocast("float32"),
             # Layers that it creates are float32, too.
@@ -224,6 +218,17 @@ class _Fallback:
             # Errors name tensors and variables, which differ for each layer.
             about=(kind.call, _users_code.users_line(error)),
         )
+
+
+def _as_float32_input(value: Any) -> Any:
+    """Returns a float tensor in float32, from before a layer's cast if known.
+
+    It keeps its mask and its logits.
+    """
+    value = tensors.before_cast(value)
+    if tensors.float_dtype(value) == "float64":
+        return keras.ops.cast(value, "float32")
+    return tensors.to_float32_with_notes(value)
 
 
 def _is_final(error: BaseException | None) -> bool:

@@ -20,7 +20,6 @@ from tfmix._keras import (
     graphs,
     layers,
     replacing,
-    tapes,
     training,
 )
 from tfmix.autocast import (
@@ -31,7 +30,7 @@ from tfmix.autocast import (
 from tfmix.float8 import chosen_layers
 from tfmix.gradient_scaling import heads, model_call, outermost, placing
 from tfmix.loss_scaling import optimizer as scaling
-from tfmix.ops import exact_values, stand_ins, tensors
+from tfmix.ops import stand_ins, tensors
 from tfmix.policy import policy as policies
 from tfmix.policy.devices import devices
 
@@ -132,7 +131,7 @@ class _MixedModel:
             "fit": self._fit,
             "make_train_function": self._make_train_function,
             "train_step": self._train_step,
-            "test_step": self._test_step,
+            "test_step": self._users_code,
             # Layers of a step pass 16-bit tensors to these, also as symbols.
             "compute_loss": self._in_float32,
             "compute_metrics": self._in_float32,
@@ -141,11 +140,6 @@ class _MixedModel:
         }
         if keras.backend.backend() == "tensorflow":
             wrappers[files.CHILDREN] = self._children
-        else:
-            wrappers["predict_step"] = tapes.inference_step
-            for kind in ("test", "predict"):
-                make = functools.partial(self._make_inferring, kind)
-                wrappers[f"make_{kind}_function"] = make
         if isinstance(model, keras.Sequential):
             # It creates its own input, which casts, before it is called.
             wrappers["build"] = self._build
@@ -173,7 +167,7 @@ class _MixedModel:
             self._choose_float8(self._float8)
         if layers.is_structure(self._model):
             args, kwargs = tensors.map_leaves(
-                (args, kwargs), exact_values.before_cast
+                (args, kwargs), tensors.before_cast
             )
         if self._calls.parts:
             run = functools.partial(heads.run_graph, self._model)
@@ -182,7 +176,7 @@ class _MixedModel:
         with context_values.holding(users_code=""):
             outputs = self._calls.run(*args, **kwargs)
         if code == fallback.FLOAT32:
-            wide = exact_values.to_float32_with_notes
+            wide = tensors.to_float32_with_notes
             return tensors.map_leaves(outputs, wide)
         return outputs
 
@@ -202,28 +196,6 @@ class _MixedModel:
         made = original(*args, **kwargs)
         _reports.begin(self._model)
         return made
-
-    def _make_inferring(
-        self, kind: str, original: Callable, *args: Any, **kwargs: Any
-    ) -> Any:
-        model, name = self._model, f"{kind}_function"
-        before = getattr(model, name)
-        # Hooks of other libraries on this method find what they have left.
-        is_ours = isinstance(before, tapes.Inferring)
-        left = before.function if is_ours else before
-        setattr(model, name, left)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            now = getattr(model, name)
-            now = before if now is left else tapes.Inferring(now)
-            setattr(model, name, now)
-
-    def _test_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        step = functools.partial(self._users_code, original)
-        if keras.backend.backend() == "tensorflow":
-            return step(*args, **kwargs)
-        return tapes.inference_step(step, *args, **kwargs)
 
     def _train_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         given = self._place(args, kwargs)
@@ -255,19 +227,19 @@ class _MixedModel:
     def _in_float32(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Gives losses and metrics their tensors in float32."""
         args, kwargs = tensors.map_leaves(
-            (args, kwargs), exact_values.to_float32_with_notes
+            (args, kwargs), tensors.to_float32_with_notes
         )
         return self._under_rules(original, *args, **kwargs)
 
     def _build(self, original: Callable, *args: Any, **kwargs: Any) -> None:
         """Builds a Sequential, whose layers draw their initial values."""
-        build = functools.partial(exact_inputs.built_exact, self._model)
+        build = functools.partial(exact_inputs.build_exactly, self._model)
         self._under_rules(build, original, *args, **kwargs)
 
     def _before_tracing(self, original: Callable, **batch: Any) -> None:
         original(**batch)
         # A step that uses the optimizer itself needs the model's weights.
-        if not bare_optimizers.held_beside(self._model):
+        if not bare_optimizers.beside_scaler(self._model):
             training.build_before_tracing(self._model, **batch)
 
     def _children(self, original: Callable, *args: Any, **kwargs: Any) -> Any:

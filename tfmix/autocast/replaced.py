@@ -35,9 +35,9 @@ from tfmix.autocast import compile as compiling
 from tfmix.ops import (
     apply,
     attention,
-    exact_values,
     recomputation,
     stand_ins,
+    tensors,
     ways,
 )
 from tfmix.optimizers import sixteen_bit_optimizer
@@ -73,14 +73,14 @@ if keras.backend.backend() == "tensorflow":
     _OF_BACKEND: tuple[Replaced, ...] = (
         Replaced(
             OPS,
-            "A tape may be asked for the gradient of a tensor's 16-bit copy.",
-            tapes.GRADIENTS,
-            replacing.lazily(tapes.noting_sources),
+            "A tape may watch the 16-bit copy of a tensor.",
+            tapes.WATCH,
+            replacing.lazily(tensors.watching),
         ),
         Replaced(
             OPS,
             "The gradients of a graph have the dtypes of its tensors.",
-            tapes.OF_GRAPHS,
+            tapes.GRADIENTS,
             replacing.lazily(tapes.without_rules),
         ),
         Replaced(
@@ -107,7 +107,7 @@ LIST = (
         COMPILE,
         "A model with 16-bit layers gets its optimizer and its guard.",
         functools.partial(replacing.definers, keras.Model, "compile"),
-        compiling.compiling,
+        compiling.make_compile,
     ),
     Replaced(
         LAYERS,
@@ -132,7 +132,7 @@ LIST = (
         "A layer's state is what float32 computes.",
         [keras_variables.ASSIGN],
         functools.partial(
-            keras_variables.assigning, exactly=fallback.assign_exactly
+            keras_variables.make_assign, exactly=fallback.assign_exactly
         ),
     ),
     Replaced(
@@ -145,7 +145,7 @@ LIST = (
         OPS,
         "Regularizers and added losses exceed float16.",
         training.PENALTIES,
-        _under_policy(exact_values.with_float32_arguments),
+        _under_policy(tensors.with_float32_arguments),
     ),
     Replaced(
         OPS,
@@ -153,13 +153,13 @@ LIST = (
         functools.partial(
             replacing.definers, keras.optimizers.Optimizer, "apply"
         ),
-        _under_policy(bare_optimizers.applying),
+        _under_policy(bare_optimizers.make_apply),
     ),
     Replaced(
         OPS,
         "So is one of an optimizer of tfmix's that nothing wraps.",
         [(sixteen_bit_optimizer.SixteenBitOptimizer, "apply")],
-        _under_policy(bare_optimizers.applying),
+        _under_policy(bare_optimizers.make_apply),
     ),
     Replaced(
         OPS,
@@ -168,12 +168,6 @@ LIST = (
         replacing.lazily(_of_user),
     ),
     *_OF_BACKEND,
-    Replaced(
-        OPS,
-        "A file of the old format names the optimizer that `compile` got.",
-        [training.OLD_FORMAT],
-        replacing.lazily(training.naming_saved_optimizer),
-    ),
     Replaced(
         OPS,
         "With dropout, attention layers do not call the op.",

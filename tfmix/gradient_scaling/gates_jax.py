@@ -6,10 +6,9 @@ token, the other divides by what the token brings. Which of them comes first
 depends on the mode: forwards it is the entrance, backwards the exit. A result
 does not depend on the power, so the token's tangent is free to carry it.
 
-A second derivative enters where the first one left. Two such passes through one
-call could have different powers, whose sums would be wrong. So all second
-derivatives have one fixed power, times the place: a second token tells the exit
-that it is one.
+A second derivative enters where the first one left, and meets what the first
+one's results get from elsewhere: the token tells the exit which power it has.
+Unknown gradients may meet it there, so its power is limited.
 """
 
 import contextlib
@@ -17,7 +16,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend
@@ -30,21 +29,32 @@ from tfmix._keras import context_values, kernels, tracing
 from tfmix.gradient_scaling import power
 from tfmix.ops import jax_products
 
-# The power of second derivatives. Gradients of a mean are small, so there is
-# less room above it than below.
-_UP_OF_SECOND = 2.0**8
-# What the token brings then. Several of them are added, unlike powers.
-_SECOND = -1.0
+# These bits of a power of two are 0.
+_MANTISSA = 2**23 - 1
 
 
 class _Shared:
-    """Brings the power of a backward pass to users' gradient functions.
+    """What the gates of one call know while a backward pass is traced.
 
     Attributes:
-        down: The reciprocal of the power of the pass that is traced now.
+        entered: The token of the last pass that entered.
+        second: The token of the last second derivative that entered. Others
+            need the same power, because they meet inside.
     """
 
-    down: Any = None
+    entered: Any = None
+    second: Any = None
+
+    def told(self, token: Any, arrays: Sequence) -> Any:
+        """Returns the token of a second derivative that enters."""
+        if not isinstance(token, ad.Zero):
+            return token
+        known, shape = self.second, token.aval.shape
+        live = (x for x in arrays if not isinstance(x, ad.Zero))
+        traces = {getattr(x, "_trace", None) for x in live}
+        if known is None or getattr(known, "_trace", None) not in traces:
+            return token
+        return jnp.broadcast_to(known.reshape(-1, 2)[0], shape)
 
 
 def is_reached(array: Any, others: Sequence) -> bool:
@@ -71,18 +81,15 @@ class Gates:
     def __init__(self, place: Any, overwritten: Collection[int]) -> None:
         self._place = lax.stop_gradient(jnp.asarray(place, "float32"))
         self._overwritten = overwritten
-        self._token: Any = jnp.zeros((), "float32")
+        self._token: Any = jnp.zeros(2, "float32")
         self._state = tracing.transformation()
-        self._shared: _Shared | None = None
+        self._shared = _Shared()
 
     def enter(self, values: Sequence) -> list:
         """Returns the arrays for the code inside, in the same order."""
         places = [n for n, value in enumerate(values) if self._passes(value)]
-        # JAX sums the gradients of what `shard_map` shares outside of here.
-        given = jax_products.varying_alike(
-            [self._token, *(values[n] for n in places)]
-        )
-        passed, self._token = _enter(given[1:], given[0], self._place)
+        how = _Gate(True, (True,) * len(places), self._shared)
+        passed = self._pass(how, [values[n] for n in places])
         inside = list(values)
         for n, value in zip(places, passed, strict=True):
             inside[n] = value
@@ -110,146 +117,112 @@ class Gates:
         """
         counts = (True,) * len(results) + (False,) * len(losses)
         # Losses may be numbers of Keras's own.
-        arrays = tuple(map(jnp.asarray, (*results, *losses)))
-        given = jax_products.varying_alike([self._token, *arrays])
-        passed, _ = _leave(
-            given[1:], given[0], self._place, counts, self._shared
-        )
+        arrays = [*map(jnp.asarray, (*results, *losses))]
+        passed = self._pass(_Gate(False, counts, self._shared), arrays)
         return list(passed[: len(results)]), list(passed[len(results) :])
 
+    def _pass(self, how: "_Gate", arrays: Sequence) -> tuple:
+        # JAX sums the gradients of what `shard_map` shares outside of here.
+        given = jax_products.varying_alike([self._token, *arrays])
+        passed: tuple
+        passed, self._token = _pass(given[1:], given[0], self._place, how)
+        return passed
+
     def reach(self) -> bool:
-        """Returns whether the running code may use `unscaled`.
+        """Returns whether gradients of the running code know their power.
 
         Inside a loop, a branch or another transformation it may not, because
         the power is then no value of that function.
         """
         return bool(tracing.transformation() == self._state)
 
-    def unscaled(self, function: Callable, arrays: Sequence) -> Any:
-        """Calls a user's function whose gradient function gets true gradients.
+    def down(self) -> Any:
+        """Returns what divides the gradients of the pass that is traced now."""
+        return lax.stop_gradient(_down(self._shared.entered))
+
+
+class _Gate(NamedTuple):
+    """What a gate does with its operands.
+
+    Attributes:
+        enters: Whether it multiplies by a power of two, or divides by it.
+        counts: For each array, whether it counts in the maximum.
+        shared: What the gates of the call know.
+        fresh: Whether these are no second derivatives.
+        backwards: Whether gradients pass it, not tangents.
+        depth: The number of batches whose rows have powers of their own.
+    """
+
+    enters: bool
+    counts: tuple
+    shared: _Shared | None
+    fresh: bool = True
+    backwards: bool = False
+    depth: int = 0
+
+    def bind(self, arrays: Sequence, operands: tuple) -> tuple[tuple, Any]:
+        """Maps the arrays that may not be zero; returns all, and the token.
 
         Args:
-            function: Takes float arrays; returns a nest.
-            arrays: The arrays.
+            arrays: Tangents or gradients.
+            operands: Two tokens that may bring a power, and the place.
         """
-        shared = self._shared = self._shared or _Shared()
-
-        @jax.custom_vjp
-        def called(*arrays: Any) -> Any:
-            return function(*arrays)
-
-        def backward(pull: Any, upstream: Any) -> tuple:
-            down = lax.stop_gradient(shared.down)
-            up = 1 / down
-            true = jax.tree.map(functools.partial(_times_float, down), upstream)
-            return tuple(_times_float(up, x) for x in pull(true))
-
-        called.defvjp(functools.partial(jax.vjp, function), backward)
-        return called(*arrays)
+        zeros = SymbolicZero | ad.Zero
+        live = [n for n, x in enumerate(arrays) if not isinstance(x, zeros)]
+        counts = tuple(self.counts[n] for n in live)
+        *passed, token = _gate.bind(
+            *(arrays[n] for n in live),
+            *operands,
+            how=self._replace(counts=counts),
+        )
+        new = list(arrays)
+        for n, x in zip(live, passed, strict=True):
+            new[n] = x
+        return tuple(new), token
 
 
-def _times_float(factor: Any, array: Any) -> Any:
-    return array * factor if _is_float(array) else array
-
-
-@jax.custom_jvp
-def _enter(values: tuple, token: Any, place: Any) -> tuple[tuple, Any]:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+def _pass(
+    values: tuple, token: Any, place: Any, how: _Gate
+) -> tuple[tuple, Any]:
     return values, token
 
 
-@functools.partial(_enter.defjvp, symbolic_zeros=True)
-def _(primals: tuple, tangents: tuple) -> tuple:
-    values, token = _enter(*primals)
-    passed = _bind(
-        tangents[0],
-        (jnp.zeros_like(token), token, primals[2]),
-        enters=True,
-        fresh=True,
-        backwards=False,
-        counts=(True,) * len(values),
-        shared=None,
-        depth=0,
-    )
+@functools.partial(_pass.defjvp, symbolic_zeros=True)
+def _(how: _Gate, primals: tuple, tangents: tuple) -> tuple:
+    values, token = _pass(*primals, how)
+    of_values, of_token, _ = tangents
+    if isinstance(of_token, SymbolicZero):
+        of_token = jnp.zeros_like(token)
+    passed = how.bind(of_values, (of_token, token, primals[2]))
     return (values, token), passed
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
-def _leave(
-    results: tuple, token: Any, place: Any, counts: tuple, shared: Any
-) -> tuple[tuple, Any]:
-    return results, token
-
-
-@functools.partial(_leave.defjvp, symbolic_zeros=True)
-def _(counts: tuple, shared: Any, primals: tuple, tangents: tuple) -> tuple:
-    results, token = _leave(*primals, counts, shared)
-    of_results, of_token, _ = tangents
-    if isinstance(of_token, SymbolicZero):
-        of_token = jnp.zeros_like(token)
-    passed = _bind(
-        of_results,
-        (of_token, token, primals[2]),
-        enters=False,
-        fresh=True,
-        backwards=False,
-        counts=counts,
-        shared=shared,
-        depth=0,
-    )
-    return (results, token), passed
-
-
-def _bind(
-    arrays: Sequence, operands: tuple, *, counts: tuple, **how: Any
-) -> tuple[tuple, Any]:
-    """Maps the arrays that may not be zero; returns all, and the token.
-
-    Args:
-        arrays: Tangents or gradients.
-        operands: Two tokens that may bring a power, and the place.
-        counts: Which arrays count in the maximum.
-        **how: As for `_into` and `_run`.
-    """
-    zeros = SymbolicZero | ad.Zero
-    live = [n for n, x in enumerate(arrays) if not isinstance(x, zeros)]
-    *passed, token = _gate.bind(
-        *(arrays[n] for n in live),
-        *operands,
-        counts=tuple(counts[n] for n in live),
-        **how,
-    )
-    new = list(arrays)
-    for n, x in zip(live, passed, strict=True):
-        new[n] = x
-    return tuple(new), token
-
-
-def _into(*given: Any, fresh: bool, counts: tuple, **_: Any) -> list:
+def _into(how: _Gate, *given: Any) -> list:
     """Multiplies by a power of two; returns the arrays, and the token.
 
     Args:
+        how: Says which arrays count, and whether they are second derivatives.
         *given: The arrays, two tokens that may bring a power, and the place.
-        fresh: Whether to choose a power if they bring none.
-        counts: Which arrays count in the maximum.
     """
     *arrays, token, kept, place = given
-    up, sent = _UP_OF_SECOND * place, _SECOND
-    if fresh and arrays:
-        of_results = [*itertools.compress(arrays, counts)]
-        of_losses = itertools.compress(arrays, map(operator.not_, counts))
-        up, sent = power.of(of_results, [*of_losses], place)
     known = token + kept
-    up = jnp.where(known == 0, up, 1 / _down(known, place))
-    sent = jnp.where(known == 0, sent, jnp.where(known < 0, _SECOND, known))
-    spread = functools.cache(functools.partial(_spread, up))
-    return [*(_times(spread, x) for x in arrays), sent]
+    if arrays:
+        of_results = [*itertools.compress(arrays, how.counts)]
+        of_losses = itertools.compress(arrays, map(operator.not_, how.counts))
+        _, down = power.of(of_results, [*of_losses], place, not how.fresh)
+        chosen = jnp.stack([down, jnp.ones_like(down)], -1)
+        known = jnp.where(known[..., 1:] == 0, chosen, known)
+    spread = functools.cache(functools.partial(_spread, 1 / _down(known)))
+    return [*(_times(spread, x) for x in arrays), known]
 
 
-def _out_of(*given: Any, **_: Any) -> list:
+def _out_of(how: _Gate, *given: Any) -> list:
     """Divides by the power that the token brings."""
-    *arrays, token, _, place = given
+    del how
+    *arrays, token, _, _ = given
     # XLA would otherwise repeat the division in every kernel that multiplies.
-    down = kernels.kept_apart(_down(token, place))
+    down = kernels.kept_apart(_down(token))
     # Each equation takes time to trace and to compile, so gradients of one
     # shape share these arrays.
     spread = functools.cache(functools.partial(_spread, down))
@@ -258,70 +231,52 @@ def _out_of(*given: Any, **_: Any) -> list:
     return [*(_unscaled(spread, lost, x) for x in arrays), token]
 
 
-def _down(token: Any, place: Any) -> Any:
-    """Returns the factor that a token means; 1 if it passed no other gate."""
-    of_first = jnp.where(token == 0, 1.0, token)
-    return jnp.where(token < 0, 1 / (_UP_OF_SECOND * place), of_first)
+def _down(token: Any) -> Any:
+    """Returns the factor that a token means; 1 if it passed no other gate.
+
+    Several passes may have told it. They have one power, or the result is NaN.
+    """
+    total, count = token[..., 0], token[..., 1]
+    down = jnp.where(count == 0, 1.0, total / jnp.maximum(count, 1.0))
+    mantissa = kernels.bitcast(down, "int32") & _MANTISSA
+    return jnp.where(mantissa == 0, down, jnp.nan)
 
 
-def _run(
-    *given: Any, enters: bool, depth: int, shared: Any, **how: Any
-) -> list:
-    del shared
-    function: Callable = functools.partial(_into if enters else _out_of, **how)
-    for _ in range(depth):
+def _run(*given: Any, how: _Gate) -> list:
+    function: Callable = functools.partial(
+        _into if how.enters else _out_of, how
+    )
+    for _ in range(how.depth):
         function = jax.vmap(function)
     result: list = function(*given)
     return result
 
 
 # One program is quicker than many operations in eager mode, too.
-_compiled = jax.jit(
-    _run,
-    static_argnames=(
-        "enters",
-        "depth",
-        "shared",
-        "fresh",
-        "backwards",
-        "counts",
-    ),
-)
+_compiled = jax.jit(_run, static_argnames="how")
 
 
-def _run_eagerly(*given: Any, shared: Any, **how: Any) -> list:
-    del shared
-    results: list = _compiled(*given, shared=None, **how)
+def _run_eagerly(*given: Any, how: _Gate) -> list:
+    # One program serves all calls.
+    results: list = _compiled(*given, how=how._replace(shared=None))
     return results
 
 
 def _pushed(
-    primals: Sequence,
-    tangents: Sequence,
-    enters: bool,
-    backwards: bool,
-    counts: tuple,
-    **how: Any,
+    primals: Sequence, tangents: Sequence, how: _Gate
 ) -> tuple[list, list]:
     """Pushes tangents forward.
 
     A tangent inside has the power of what it is a tangent of, times its own.
     """
-    results = _gate.bind(
-        *primals, enters=enters, backwards=backwards, counts=counts, **how
-    )
+    results = _gate.bind(*primals, how=how)
     *moved, token, kept, _ = tangents
     tokens = ad.instantiate_zeros(token), ad.instantiate_zeros(kept)
-    passed, of_token = _bind(
-        moved,
-        (*tokens, primals[-1]),
-        enters=enters,
-        backwards=False,
-        counts=counts,
-        **how,
+    passed, of_token = how._replace(backwards=False).bind(
+        moved, (*tokens, primals[-1])
     )
-    down = _down(results[-1] if enters else primals[-3], primals[-1])
-    factor = 1 / down if enters else down
+    down = _down(results[-1] if how.enters else primals[-3])
+    factor = 1 / down if how.enters else down
 
     def scaled(x: Any) -> Any:
         if isinstance(x, ad.Zero):
@@ -332,35 +287,25 @@ def _pushed(
     return results, [*map(scaled, passed), of_token]
 
 
-def _pulled(
-    upstream: Sequence,
-    *primals: Any,
-    enters: bool,
-    fresh: bool,
-    backwards: bool,
-    shared: Any,
-    **how: Any,
-) -> list:
+def _pulled(upstream: Sequence, *primals: Any, how: _Gate) -> list:
     """Pulls gradients back, by the other map."""
-    del backwards
     *arrays, token = upstream
-    token = ad.instantiate_zeros(token)
+    enters, shared = not how.enters, how.shared or _Shared()
     # If the exit's second token has a gradient, this is a second derivative.
     kept, place = primals[-2:]
-    is_second = enters or ad.is_undefined_primal(kept)
-    if is_second:
+    is_first = enters and how.fresh and not ad.is_undefined_primal(kept)
+    if enters and not is_first:
+        token = shared.told(token, arrays)
+    token = ad.instantiate_zeros(token)
+    if not is_first:
         kept = jnp.zeros_like(token)
-    passed, token = _bind(
-        arrays,
-        (token, kept, place),
-        enters=not enters,
-        fresh=fresh and not is_second,
-        backwards=True,
-        shared=shared,
-        **how,
-    )
-    if shared is not None and not enters:
-        shared.down = _down(token, place)
+    # Rows meet in what they share, so they get one power.
+    other = how._replace(enters=enters, fresh=is_first, backwards=True, depth=0)
+    passed, token = other.bind(arrays, (token, kept, place))
+    if enters:
+        shared.entered = token
+    if enters and not is_first:
+        shared.second = token
     return [
         x if ad.is_undefined_primal(primal) else None
         for x, primal in zip(
@@ -369,33 +314,26 @@ def _pulled(
     ]
 
 
-def _batched(
-    values: Sequence,
-    axes: Sequence,
-    enters: bool,
-    backwards: bool,
-    depth: int,
-    **how: Any,
-) -> tuple[list, list]:
+def _batched(values: Sequence, axes: Sequence, how: _Gate) -> tuple[list, list]:
     """Gives all rows one power, or each its own if it has gradients of its own.
 
     A gradient of many rows, such as that of a weight, needs one power.
     """
-    *arrays, token, kept, place = axes
-    del arrays, place
-    by_row = (enters and backwards) or (token, kept) != (None, None)
-    bind = functools.partial(
-        _gate.bind, enters=enters, backwards=backwards, **how
+    by_row = (how.enters and how.backwards) or any(
+        axis is not None for axis in axes[-3:-1]
     )
     if not by_row:
+        # Those of the token come first.
+        inner = values[-2].ndim - 1
         moved = [
-            value if axis is None else jnp.moveaxis(value, axis, depth)
-            for value, axis in zip(values, axes, strict=True)
+            value if axis is None else jnp.moveaxis(value, axis, inner)
+            for value, axis in zip(values[:-1], axes[:-1], strict=True)
         ]
+        place = values[-1]
         if axes[-1] is not None:
-            moved[-1] = jnp.min(moved[-1], depth)
-        results = bind(*moved, depth=depth)
-        new = [axis if axis is None else depth for axis in axes[:-3]]
+            place = jnp.min(place, axes[-1])
+        results = _gate.bind(*moved, place, how=how)
+        new = [axis if axis is None else inner for axis in axes[:-3]]
         return results, [*new, None]
     (size, *_) = (
         value.shape[axis]
@@ -408,7 +346,7 @@ def _batched(
         else jnp.moveaxis(value, axis, 0)
         for value, axis in zip(values, axes, strict=True)
     ]
-    results = bind(*rows, depth=depth + 1)
+    results = _gate.bind(*rows, how=how._replace(depth=how.depth + 1))
     return results, [0] * len(results)
 
 
@@ -446,4 +384,7 @@ def _times(factor: Callable, array: Any) -> Any:
 
 
 def _spread(number: Any, shape: tuple, dtype: Any) -> Any:
-    return lax.broadcast(lax.convert_element_type(number, dtype), shape)
+    # There is one number for each row of a batch.
+    axes = tuple(range(number.ndim))
+    number = lax.convert_element_type(number, dtype)
+    return lax.broadcast_in_dim(number, shape, axes)

@@ -8,28 +8,20 @@ gradients with respect to it exist.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 
-from tfmix._keras import context_values, global_state, graphs, layers
+from tfmix._keras import context_values, graphs, layers
 from tfmix.gradient_scaling import model_call
-from tfmix.ops import exact_values, tensors
+from tfmix.ops import tensors
 
 
-class Results:
-    """The results of the parts of one call: in float32, and unchanged."""
+class Call(NamedTuple):
+    """One call of a model, in parts."""
 
-    def __init__(self, model: keras.Model, parts: list["Part"]) -> None:
-        self.model, self._parts = model, parts
-        self._pairs: list[tuple[Any, Any]] = []
-
-    def wide(self, result: Any) -> Any:
-        """Returns a result in float32, with what Keras attached to it."""
-        for inside, outside in self._pairs:
-            if inside is result:
-                return outside
-        return exact_values.to_float32_with_notes(result)
+    model: keras.Model
+    parts: list["Part"]
 
     def run(self, inputs: Any, operation_fn: Callable) -> Any:
         """Runs the parts, and returns the results in their own dtypes."""
@@ -40,20 +32,13 @@ class Results:
             id(symbol): (value, "")
             for symbol, value in zip(model.inputs, given, strict=True)
         }
-        for part in self._parts:
+        for part in self.parts:
             taken = [known[key] for key in part.takes]
             arguments = operation_fn, taken
             made = model_call.between_gates(model, part.run, arguments, {})
             known.update(zip(part.gives, made, strict=True))
-        symbols = layers.results(model)
-        made = [self._as_made(*known[id(symbol)]) for symbol in symbols]
+        made = [_narrow(*known[id(symbol)]) for symbol in layers.results(model)]
         return graphs.packed_results(model, made)
-
-    def _as_made(self, outside: Any, dtype: str) -> Any:
-        """Returns a result of a part in its original dtype."""
-        inside = _narrow(outside, dtype)
-        self._pairs.append((inside, outside))
-        return inside
 
 
 def run_graph(
@@ -64,11 +49,11 @@ def run_graph(
     **kwargs: Any,
 ) -> Any:
     """Runs the graph of a Functional model; `original` is Keras's method."""
-    results = context_values.block.get().around
+    call = context_values.block.get().around
     # Only the outermost graph runs in parts.
-    if not isinstance(results, Results) or results.model is not model:
+    if not isinstance(call, Call) or call.model is not model:
         return original(inputs, operation_fn=operation_fn, **kwargs)
-    return results.run(inputs, operation_fn)
+    return call.run(inputs, operation_fn)
 
 
 def parts(model: keras.Model) -> list["Part"]:
@@ -103,7 +88,7 @@ class Part:
             values.update(graphs.run_node(node, values, operation_fn))
         made = [values[key] for key in self.gives]
         return [
-            (exact_values.to_float32_with_notes(x), tensors.float_dtype(x))
+            (tensors.to_float32_with_notes(x), tensors.float_dtype(x))
             for x in made
         ]
 
@@ -111,6 +96,6 @@ class Part:
 def _narrow(tensor: Any, dtype: str) -> Any:
     if tensors.float_dtype(tensor) in ("", "sparse", dtype) or not dtype:
         return tensor
-    narrow = keras.ops.cast(tensor, dtype)
-    global_state.copy_notes(tensor, narrow)
+    narrow = tensors.input_copy(tensor, keras.ops.cast(tensor, dtype))
+    tensors.copy_notes(tensor, narrow)
     return narrow

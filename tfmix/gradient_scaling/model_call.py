@@ -17,7 +17,7 @@ from tfmix import _messages
 from tfmix._keras import global_state, layers, tapes, tracing
 from tfmix._keras import variables as keras_variables
 from tfmix.gradient_scaling import placing
-from tfmix.ops import exact_values, tensors
+from tfmix.ops import tensors
 
 gates: Any
 _TENSORFLOW = keras.backend.backend() == "tensorflow"
@@ -81,7 +81,7 @@ def between_gates(
         return _unscaled(model.name, results) if _TENSORFLOW else results
     nest = tensors.map_leaves((args, kwargs), keras_variables.read)
     given = list(filter(_is_float, _arrays(nest)))
-    exact = [*map(exact_values.before_cast, given)]
+    exact = [*map(tensors.before_cast, given)]
     scope = global_state.open_scope()
     states = {} if scope is None else dict(scope.state_mapping)
     mapped = {key: x for key, x in states.items() if _is_float(x)}
@@ -110,7 +110,7 @@ def between_gates(
         left = _left(flat, before)
         # It is float32, like the results: a loss that casts 16 bits itself
         # would send its gradient back through 16 bits before a gate scales it.
-        wide = exact_values.to_float32_with_notes
+        wide = tensors.to_float32_with_notes
         kept = [tensors.map_leaves(item.value, wide) for item in left]
     added = [
         (layer, loss)
@@ -313,7 +313,7 @@ def _with_arrays(nest: Any, new: Iterable[tuple]) -> Any:
             return value
         # Exact numbers are rounded here, as they are where the model begins.
         cast = keras.ops.cast(value, before.dtype)
-        exact_values.note_cast(before, cast, value)
+        tensors.note_cast(before, cast, value)
         return cast
 
     return _rebuilt(nest, replaced)
@@ -359,9 +359,7 @@ def _rebuilt_leaf(function: Callable[[Any], Any], leaf: Any) -> Any:
     if not _is_array(leaf):
         return leaf
     new = function(leaf)
-    global_state.copy_notes(
-        leaf, new, lambda x: function(x) if _is_array(x) else x
-    )
+    tensors.copy_notes(leaf, new, lambda x: function(x) if _is_array(x) else x)
     return new
 
 

@@ -14,7 +14,7 @@ import keras
 
 from tfmix._keras import context_values, global_state, layers, replacing
 from tfmix.gradient_scaling import heads, model_call
-from tfmix.ops import exact_values, tensors
+from tfmix.ops import tensors
 from tfmix.step import guard
 
 # What a model call is part of, while its results stay in their own dtype.
@@ -74,14 +74,11 @@ class Calls:
 
     def _in_float32(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model under its rules. Its results are float32."""
-        around: Any = _AS_MADE
-        wide: Callable[[Any], Any] = exact_values.to_float32_with_notes
-        if self.parts:
-            around = heads.Results(self._model, self.parts)
-            wide = around.wide
-        with context_values.holding(around=around), self._ruled():
+        parts = heads.Call(self._model, self.parts) if self.parts else None
+        with context_values.holding(around=parts or _AS_MADE), self._ruled():
             outputs = self._own(*args, **kwargs)
             # Under the rules, a cast returns the value from before rounding.
+            wide = tensors.to_float32_with_notes
             return tensors.map_leaves(outputs, wide)
 
     def _own(self, *args: Any, **kwargs: Any) -> Any:

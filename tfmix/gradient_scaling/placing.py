@@ -1,9 +1,11 @@
 """Where the gradients of a model lie in float16's range.
 
-Gradients that enter a model are brought to order one, times the model's place:
-at first 1. Gradients that grow inside overflow; then the optimizer halves its
-own place, and doubles it after many good steps. A model's place is the lowest
-of the optimizers that update its variables.
+Gradients that enter a model are brought to the model's place, the lowest of the
+optimizers that update its variables. An optimizer first uses all the room that
+float16 has, for gradients that shrink inside, such as those of a mean.
+Gradients that grow inside overflow; then it falls back to order one, halves its
+place at each further overflow, and doubles it after many good steps. Where no
+optimizer can lower the place, it is 1.
 
 In `fit` the optimizer that `compile` got is known before the step is traced,
 and its place is read from its state. Elsewhere the model is called before it is
@@ -29,6 +31,8 @@ from tfmix.step import guard, replicas
 _ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 # The place of a model that no optimizer has moved, above all others.
 _NOBODYS = 2.0**126
+# An optimizer's place, until gradients overflow inside.
+FREE = 2.0**15
 # As many bad batches may follow one another in a loop.
 _BAD_BATCHES = 2
 

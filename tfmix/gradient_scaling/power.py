@@ -26,6 +26,16 @@ _BIAS, _MANTISSA = 127, 23
 # reaches its layer, and a kernel gets that sum times its inputs. Float16 ends
 # at 2^16, so either may still grow by 2^4.
 _LARGEST_SUM = 2.0**12
+# In a high place gradients of real networks reach 2^14 or less from here.
+_LARGEST = 2.0**8
+# A model whose results are numbers without features, such as losses, may have
+# a mean over pixels inside, which divides their gradients.
+_LARGEST_SUM_OF_NUMBERS = 2.0**15
+# Second derivatives may meet unknown gradients of the same call. These are
+# small for a mean, so there is less room above this power than below.
+_OF_SECOND = 2.0**8
+# A second derivative that needs a lower power grows inside, as others do.
+_LARGEST_SECOND = 2.0**4
 
 
 class Power(NamedTuple):
@@ -41,22 +51,25 @@ class Power(NamedTuple):
     down: Any
 
 
-def of(gradients: Sequence, losses: Sequence, factor: Any) -> Power:
-    """Returns the power of two that brings gradients to order one.
+def of(
+    gradients: Sequence, losses: Sequence, place: Any, is_second: bool = False
+) -> Power:
+    """Returns the power of two that brings gradients to a place.
 
-    Scaled by it, the largest number lies in [1, 2) times `factor`. It lies
+    Scaled by it, the largest number lies in [1, 2) times `place`. It lies
     lower if the sum of the gradients would leave float16 too little room.
 
     Args:
         gradients: Float tensors of any shapes, one per result.
         losses: The same for losses that were added inside. They only count in
             the sum, because they are often far larger than the others.
-        factor: Float or float32 scalar tensor, a power of two. Below 1 it
-            leaves more room for gradients that grow inside, above 1 for those
-            that shrink.
+        place: Float or float32 scalar tensor. A lower one leaves more room for
+            gradients that grow inside, a higher one for those that shrink.
+        is_second: Whether these are second derivatives that meet other
+            gradients inside.
 
     Returns:
-        The power, which is `factor` if all are zero or one is not finite.
+        The power, which is 1 if all are zero or one is not finite.
 
     Examples:
         >>> float(of([keras.ops.array([0.0, -3e-6])], [], 1.0).up) * 3e-6
@@ -65,9 +78,20 @@ def of(gradients: Sequence, losses: Sequence, factor: Any) -> Power:
     sizes = [kernels.cast(ops.abs(x), "float32") for x in (*gradients, *losses)]
     total = functools.reduce(ops.add, map(ops.sum, sizes))
     # There may be no rows.
-    largest = [ops.max(size, initial=0.0) for size in sizes[: len(gradients)]]
-    least = ops.multiply(total, 1 / _LARGEST_SUM)
-    reaches = functools.reduce(ops.maximum, [*largest, least])
+    each = (ops.max(size, initial=0.0) for size in sizes[: len(gradients)])
+    largest = functools.reduce(ops.maximum, each, 0.0)
+    if is_second:
+        reaches = ops.multiply(largest, 1 / _LARGEST_SECOND)
+        reaches = least = ops.maximum(reaches, 1 / _OF_SECOND)
+    else:
+        least = ops.multiply(total, 1 / _LARGEST_SUM)
+        reaches = ops.maximum(largest, least)
+        if all(x.ndim in (0, 1) for x in gradients):
+            least = ops.multiply(total, 1 / _LARGEST_SUM_OF_NUMBERS)
+        else:
+            lowest = ops.multiply(largest, 1 / _LARGEST)
+            least = ops.maximum(least, lowest)
+    reaches = ops.maximum(ops.divide(reaches, place), least)
     word = kernels.bitcast(reaches, "int32")
     exponent = ops.subtract(_BIAS, ops.right_shift(word, _MANTISSA))
     # XLA's maximum on a CPU may lose a NaN, but a sum keeps it.
@@ -76,7 +100,7 @@ def of(gradients: Sequence, losses: Sequence, factor: Any) -> Power:
     exponent = ops.where(usable, exponent, 0)
     exponent = ops.clip(exponent, -_HIGHEST, _HIGHEST)
     power = ops.left_shift(ops.add(exponent, _BIAS), _MANTISSA)
-    up = ops.multiply(kernels.bitcast(power, "float32"), factor)
+    up = kernels.bitcast(power, "float32")
     # The difference is 0, or NaN. The division comes last: XLA computes it
     # once, but repeats a selection in each kernel.
     bad = ops.subtract(total, total)

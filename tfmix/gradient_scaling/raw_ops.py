@@ -21,8 +21,9 @@ def _ordered(op: Callable, *names: str) -> Callable[..., Any]:
 
 
 def max(x: Any, initial: Any) -> Any:
-    """Returns the largest number of a tensor, at least `initial`."""
-    return maximum(tf.reduce_max(x), initial)
+    """Returns the largest number of a tensor; that of none is -infinity."""
+    del initial
+    return tf.reduce_max(x)
 
 
 _raw = tf.raw_ops

@@ -119,11 +119,12 @@ class State:
         return type(self.held.scale)(*map(read, self.held.scale))
 
     def place(self) -> Any:
-        """Returns what multiplies the power of two inside a model, first 1.0.
+        """Returns where gradients lie inside a model: at most about there.
 
-        It is the loss scale divided by its first value: a number, or a float32
-        scalar tensor that is not copied to the host. It is `None` where JAX
-        would make a constant of it.
+        It is the loss scale divided by its first value, and `placing.FREE`
+        times that while no overflow has lowered the scale: a number, or a
+        float32 scalar tensor that is not copied to the host. It is `None` where
+        JAX would make a constant of it.
         """
         if rules.is_constant(self.rule):
             return 1.0
@@ -172,7 +173,8 @@ class State:
             standstill.warn_of_eighth(self.name, self.paths, in_a_row, bad)
 
     def _place_of(self, scale: Any) -> Any:
-        return self.rule.current(scale) / self.rule.init()[0]
+        ratio = self.rule.current(scale) / self.rule.init()[0]
+        return kernels.select(ratio < 1.0, ratio, ratio * placing.FREE)
 
 
 class Counts:

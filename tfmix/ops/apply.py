@@ -32,7 +32,7 @@ from tfmix._keras import (
     tracing,
 )
 from tfmix._keras import variables as keras_variables
-from tfmix.ops import contraction, exact_values, tensors
+from tfmix.ops import contraction, tensors
 from tfmix.policy import op_lists
 
 products: Any
@@ -193,7 +193,7 @@ class Call:
         self.dtype, self.weights, self.inputs = "", 0, 0
         self.has_wide = self.is_sparse = False
         self.tensors: list[Any] = []
-        self.copies: list[exact_values.Copy | None] = []
+        self.copies: list[tensors.Copy | None] = []
         self.numbers: list[Any] = []
         self.wide: list[Any] = []
         self.read: dict[int, Any] = {}
@@ -207,7 +207,7 @@ class Call:
         if not self.dtype:
             return
         for value in self.wide:
-            copy = global_state.note(value, exact_values.NOTE)
+            copy = tensors.note(value)
             if copy is None:
                 self.has_wide = True
             else:
@@ -255,9 +255,9 @@ class Call:
             return
         self.has_wide = self.has_wide or self.dtype not in ("", dtype)
         self.dtype = dtype
-        self._note(value, global_state.note(value, exact_values.NOTE))
+        self._note(value, tensors.note(value))
 
-    def _note(self, value: Any, copy: exact_values.Copy | None) -> None:
+    def _note(self, value: Any, copy: tensors.Copy | None) -> None:
         self.tensors.append(value)
         self.copies.append(copy)
         if copy is not None:
@@ -277,7 +277,7 @@ class Call:
     def in_float32(self) -> Any:
         """Computes in float32, with float32 as the dtype if 16 bit is asked."""
         args, kwargs = tensors.map_leaves(
-            (self.args, self.kwargs), exact_values.float32_value
+            (self.args, self.kwargs), tensors.to_float32
         )
         place = self.op.dtype_at
         if place is not None and self.wanted() in _formats.SIXTEEN_BIT:
@@ -392,7 +392,7 @@ def noting_weights(original: Callable) -> Callable:
         # The variable is read once, as the tensor that is then copied.
         weight = keras_variables.read(value)
         copy = kernels.cast(weight, self.dtype)
-        return exact_values.weight_copy(weight, copy)
+        return tensors.weight_copy(weight, copy)
 
     return maybe_cast
 
@@ -424,7 +424,7 @@ def decide(call: Call) -> Any:
     if call.has_wide:
         return call.in_float32()
     if name in _OF_ANGLES:
-        angle = global_state.note(call.tensors[0], _ANGLE)
+        angle = tensors.note(call.tensors[0], _ANGLE)
         if angle is not None:
             return tensors.rounded(call.op.run((angle,), {}), call.dtype)
     if call.inputs and name in _MOVES:
@@ -463,17 +463,17 @@ def cast(call: Call) -> Any:
     if copy is None or copy.source is None:
         result = decide(call)
         given = call.args[0] if call.args else None
-        if call.wide and call.wide[0] is given and tensors.is_16_bit(result):
-            global_state.put_note(result, _ANGLE, given)
+        is_narrow = call.wanted() in _formats.SIXTEEN_BIT
+        if is_narrow and call.wide and call.wide[0] is given:
+            tensors.put_note(result, _ANGLE, given)
         return result
     value, dtype = call.tensors[0], call.wanted()
     if dtype is None or dtype == call.dtype:
         return call.plain()
-    source = exact_values.by_way_of(value, copy.source)
-    call.change(lambda x: source if x is value else x)
+    call.change(lambda x: copy.source if x is value else x)
     result = call.plain()
     if copy.is_weight and tensors.float_dtype(result):
-        exact_values.weight_copy(source, result)
+        tensors.weight_copy(copy.source, result)
     return result
 
 
@@ -514,11 +514,16 @@ def _of_weights(call: Call) -> Any:
     )
     is_wide = is_wide or _is_wide(call)
     dtype = call.wanted() or ("float32" if is_wide else call.dtype)
+    if call.op.name in _MOVES and tracing.in_graph_without_xla():
+        # One cast for each weight, not for each of its parts.
+        return keras.tree.map_structure(
+            tensors.weight_copy, call.in_float32(), call.plain()
+        )
 
     def noted(value: Any) -> Any:
         if tensors.float_dtype(value) != "float32":
             return value
-        return exact_values.weight_copy(value, tensors.narrow(value, dtype))
+        return tensors.weight_copy(value, tensors.narrow(value, dtype))
 
     return tensors.map_leaves(call.in_float32(), noted)
 
@@ -535,9 +540,9 @@ def _narrow(call: Call) -> None:
 
     def copy(value: Any) -> Any:
         narrowed = tensors.narrow(value, call.dtype)
-        if narrowed is value or exact_values.weight_of(value) is None:
+        if narrowed is value or tensors.weight_of(value) is None:
             return narrowed
-        return exact_values.weight_copy(value, narrowed)
+        return tensors.weight_copy(value, narrowed)
 
     call.change(copy)
 
@@ -558,7 +563,8 @@ def with_weights(call: Call) -> Any:
     if call.multiply is None and not is_asked:
         return call.plain()
     copy, inputs = call.tensors[place], call.tensors[1 - place]
-    weight, axes = exact_values.weight_of(copy), _axes(call, place)
+    noted, axes = call.copies[place], _axes(call, place)
+    weight = noted and noted.source
     if call.multiply is not None and axes is not None:
         result = call.multiply(inputs, weight, axes)
         if result is not None:
@@ -614,7 +620,7 @@ def _moved(call: Call) -> Any:
 
     def noted(value: Any) -> Any:
         copy = tensors.narrow(value, call.dtype)
-        return exact_values.input_copy(value, copy)
+        return tensors.input_copy(value, copy)
 
     return tensors.map_leaves(call.in_float32(), noted)
 
@@ -625,7 +631,7 @@ def _with_repeated(call: Call, place: int) -> Any:
     if call.op.name not in _WITH_WEIGHT or len(call.tensors) != 2:
         return rounded(call)
     weight = tensors.to_float32(repeated)
-    copy = exact_values.weight_copy(weight, tensors.narrow(weight, call.dtype))
+    copy = tensors.weight_copy(weight, tensors.narrow(weight, call.dtype))
     call.change(lambda x: copy if x is repeated else x)
     return with_weights(call)
 

@@ -6,8 +6,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import keras
+
 from tfmix._keras import op_places, replacing, tracing
-from tfmix.ops import apply, exact_values, tensors
+from tfmix.ops import apply, tensors
 
 
 def dot_product_attention(call: apply.Call) -> Any:
@@ -48,18 +50,19 @@ def attention_in_float32(method: Callable) -> Callable:
 
     @functools.wraps(method)
     def attend(self: Any, *args: Any, **kwargs: Any) -> Any:
-        source = tensors.only_16_bit((args, kwargs))
+        leaves = keras.tree.flatten((args, kwargs))
+        dtypes = {*map(tensors.float_dtype, leaves)} - {""}
         given = {**kwargs, **dict(zip(order, args, strict=False))}
-        if source is None or not op_places.writes_out(self, given):
-            return method(self, *args, **kwargs)
-        if source == "bfloat16" and tracing.by_gpu_kernels():
-            # Its logits have float32's range.
+        # bfloat16's logits have float32's range.
+        is_safe = dtypes == {"bfloat16"} and tracing.by_gpu_kernels()
+        is_narrow = dtypes in ({"float16"}, {"bfloat16"})
+        if is_safe or not (is_narrow and op_places.writes_out(self, given)):
             return method(self, *args, **kwargs)
         with op_places.float32_softmax(self):
             args, kwargs = tensors.map_leaves(
-                (args, kwargs), exact_values.float32_value
+                (args, kwargs), tensors.to_float32
             )
             result = method(self, *args, **kwargs)
-        return tensors.rounded(result, str(source))
+        return tensors.rounded(result, dtypes.pop())
 
     return attend

@@ -45,13 +45,25 @@ def unscaled(original: Callable) -> Callable:
 def _in_float32(function: Callable, args: tuple, gates: Any) -> Any:
     """Calls a function in float32; its result has the dtypes it would have."""
 
-    def called(*floats: Any) -> Any:
+    def of_floats(*floats: Any) -> Any:
         return function(*_with(floats, args))
 
-    floats = filter(_is_float, jax.tree.leaves(args))
-    found = gates.unscaled(called, [*map(tensors.to_float32, floats)])
+    def backward(pull: Any, upstream: Any) -> tuple:
+        down = gates.down()
+        true = jax.tree.map(functools.partial(_times, down), upstream)
+        return tuple(_times(1 / down, x) for x in pull(true))
+
+    called = jax.custom_vjp(of_floats)
+    called.defvjp(functools.partial(jax.vjp, of_floats), backward)
+    found = called(
+        *map(tensors.to_float32, filter(_is_float, jax.tree.leaves(args)))
+    )
     shapes = jax.eval_shape(lambda: function(*args))
     return jax.tree.map(lambda x, like: x.astype(like.dtype), found, shapes)
+
+
+def _times(factor: Any, array: Any) -> Any:
+    return array * factor if _is_float(array) else array
 
 
 def _with(floats: Iterable, nest: Any) -> Any:

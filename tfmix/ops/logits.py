@@ -12,8 +12,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import global_state
-from tfmix.ops import apply
+from tfmix.ops import apply, tensors
 
 _ON_JAX = keras.backend.backend() == "jax"
 # Losses of `keras.ops` with `from_logits`, and the activation that they invert.
@@ -35,9 +34,9 @@ def with_logits(call: apply.Call) -> Any:
     if _ON_JAX:
         axis = {k: v for k, v in kwargs.items() if k == "axis"}
         note = {_key(call.op.original.__name__, result, **axis): x}
-        global_state.put_note(result, global_state.LOGITS, note)
+        tensors.put_note(result, tensors.LOGITS, note)
     else:
-        global_state.put_note(result, global_state.LOGITS_OF_KERAS, x)
+        tensors.put_note(result, tensors.LOGITS_OF_KERAS, x)
     return result
 
 
@@ -51,7 +50,7 @@ def recovering(loss: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         logits = None
         if not from_logits and keras.ops.is_tensor(output):
-            noted = global_state.note(output, global_state.LOGITS) or {}
+            noted = tensors.note(output, tensors.LOGITS) or {}
             logits = noted.get(_key(activation, output, **axis))
         if logits is None:
             return loss(target, output, from_logits=from_logits, **axis)

@@ -132,9 +132,7 @@ def _as_now(gradient: Callable, block: Block) -> Callable:
         with (
             block(),
             global_state.as_called(state),
-            context_values.holding(
-                power=now.power, gates=now.gates, asked=now.asked
-            ),
+            context_values.holding(power=now.power, gates=now.gates),
         ):
             return gradient(*args, **kwargs)
 

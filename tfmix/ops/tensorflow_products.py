@@ -20,11 +20,11 @@ import tensorflow as tf
 
 from tfmix._keras import (
     context_values,
-    global_state,
     kernels,
     tapes,
     tracing,
 )
+from tfmix.ops import tensors
 from tfmix.ops.contraction import Contraction
 
 # Computes a result from a tensor and a weight of the same dtype.
@@ -32,9 +32,8 @@ Function = Callable[[Any, Any], Any]
 # Takes the tensor, the incoming gradient and the 16-bit weight; returns the
 # gradient of the float32 weight.
 Gradient = Callable[[Any, Any, Any], Any]
-# A graph holds its divided factors under this name, and a gradient the tensor
-# and the power of two that it is the product of.
-_QUOTIENTS, _PARTS = "_tfmix_quotients", "_tfmix_parts"
+# A gradient holds the tensor and the power of two that it is the product of.
+_PARTS = "_tfmix_parts"
 _wide = functools.partial(kernels.cast, dtype=tf.float32)
 
 # Each function of this section takes a function of two tensors of one dtype,
@@ -46,12 +45,12 @@ def contracted(
     function: Function, inputs: Any, weight: Any, copy: Any, axes: Contraction
 ) -> Any:
     """Computes a product of matrices, which sums `axes`."""
+    in_loop = context_values.block.get().in_loop
 
     def of_weight(inputs: Any, upstream: Any, _: Any) -> Any:
         is_half = inputs.dtype == tf.float16
         # In a loop, XLA would write the float32 result and read it again in
         # every step.
-        in_loop = context_values.block.get().in_loop
         if is_half and tracing.by_xla() and not in_loop:
             return _wide_product(inputs, upstream, axes.of_weight)
         sizes = dict(zip(axes.outputs, _shape(upstream), strict=True))
@@ -169,27 +168,8 @@ def _summed(
         return _wide(multiplied(*factors))
     power = _root_of_two(count)
     factors = list(factors)
-    factors[divided] = _divided(factors[divided], power)
+    factors[divided] *= _reciprocal(power, tf.float16)
     return enlarged(_wide(multiplied(*factors)), power)
-
-
-def _divided(tensor: Any, power: Any) -> Any:
-    """Divides a float16 tensor, once for all weights that multiply it."""
-    # A tape that records has to see the division.
-    is_shared = not (tf.executing_eagerly() or tapes.is_recorded())
-    if not (is_shared and isinstance(power, float)):
-        return tensor * _reciprocal(power, tf.float16)
-    graph = tf.compat.v1.get_default_graph()
-    known = global_state.note(graph, _QUOTIENTS)
-    if known is None:
-        known = {}
-        setattr(graph, _QUOTIENTS, known)
-    # The tensor is kept with its quotient, because the `id` of a freed one is
-    # used again.
-    if (id(tensor), power) not in known:
-        quotient = tensor * _reciprocal(power, tf.float16)
-        known[id(tensor), power] = tensor, quotient
-    return known[id(tensor), power][1]
 
 
 def enlarged(tensor: Any, power: Any) -> Any:
@@ -197,13 +177,13 @@ def enlarged(tensor: Any, power: Any) -> Any:
     result = tensor * power
     if not (tf.executing_eagerly() or tracing.by_xla()):
         # If nothing is added to it, the gates multiply only once.
-        global_state.put_note(result, _PARTS, (tensor, power))
+        tensors.put_note(result, _PARTS, (tensor, power))
     return result
 
 
 def parts(gradient: Any) -> tuple[Any, Any]:
     """Returns a gradient and `None`, or a tensor and what multiplies it."""
-    noted: tuple | None = global_state.note(gradient, _PARTS)
+    noted: tuple | None = tensors.note(gradient, _PARTS)
     return (gradient, None) if noted is None else noted
 
 
@@ -238,15 +218,15 @@ def _with_gradient(
     result = function(inputs, narrow)
 
     def of_all(upstream: Any) -> list:
-        total = tapes.shared(copy, of_weight(inputs, upstream, narrow))
+        total = of_weight(inputs, upstream, narrow)
         if not tapes.is_recorded():
-            return [upstream, None, *total]
+            return [upstream, None, total]
         # The gradient of this one needs to know the weight.
-        again = kernels.cast(tapes.by_way_of(copy, weight), copy.dtype)
+        again = kernels.cast(weight, copy.dtype)
         pulled = _pulled(lambda x: function(x, again), inputs, upstream)
-        return [None, pulled, *total]
+        return [None, pulled, total]
 
-    sources = [result, inputs, tapes.local(copy), weight]
+    sources = [result, inputs, weight]
     (result,) = tapes.replaced([result], sources, [], of_all)
     return result
 

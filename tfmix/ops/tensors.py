@@ -1,16 +1,47 @@
-"""Finds the 16-bit tensors in a nest, and casts them."""
+"""Casts tensors, and notes on them what they were before.
+
+A note on a 16-bit tensor holds the float32 tensor behind it: a weight, or an
+input of a layer as it came. Ops that compute in float32 take it in place of the
+copy, and the gradient of a weight goes to it. A note that is not used costs
+nothing.
+"""
 
 import copy
 import functools
+import numbers
 import operator
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 
 from tfmix import _formats
-from tfmix._keras import kernels
+from tfmix._keras import global_state, kernels, layers
 from tfmix._keras import variables as keras_variables
+
+# A tensor carries this note: a `Copy`.
+COPY = "_tfmix_copy"
+# Both are notes on probabilities that hold their logits. Keras's losses use
+# Keras's note on TensorFlow only.
+LOGITS_OF_KERAS, LOGITS = "_keras_logits", "_tfmix_logits"
+# Losses and metrics read these notes of a tensor.
+NOTES = ("_keras_mask", LOGITS_OF_KERAS, LOGITS)
+_ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
+_DATA = (numbers.Number, np.generic, np.ndarray)
+
+
+class Copy(NamedTuple):
+    """What a tensor is a copy of.
+
+    Attributes:
+        source: The float32 tensor; `None` for what is float32 itself.
+        is_weight: Whether that is a variable, or is made of variables alone.
+            Otherwise it is what a layer has cast.
+    """
+
+    source: Any
+    is_weight: bool
 
 
 def float_dtype(value: Any) -> str:
@@ -44,13 +75,6 @@ def is_16_bit(value: Any) -> bool:
     return float_dtype(value) in _formats.SIXTEEN_BIT
 
 
-def only_16_bit(nest: Any) -> str | None:
-    """Returns the 16-bit dtype all float tensors of a nest share, else None."""
-    seen = {float_dtype(leaf) for leaf in leaves(nest)} - {""}
-    alike = len(seen) == 1 and seen <= set(_formats.SIXTEEN_BIT)
-    return seen.pop() if alike else None
-
-
 def snapshot(value: Any) -> Any:
     """Returns a variable's current value, and anything else unchanged."""
     # TensorFlow's variable is a reference, which later assignments change.
@@ -59,10 +83,16 @@ def snapshot(value: Any) -> Any:
 
 
 def to_float32(value: Any) -> Any:
-    """Casts a 16-bit tensor to float32 and returns anything else unchanged."""
+    """Returns a 16-bit tensor in float32, from before a cast if known.
+
+    Anything else is returned unchanged.
+    """
     if not is_16_bit(value):
         return value
-    return kernels.cast(snapshot(value), "float32")
+    value = snapshot(value)
+    noted = note(value)
+    source = value if noted is None else noted.source
+    return kernels.cast(source, "float32")
 
 
 def narrow(value: Any, dtype: str) -> Any:
@@ -77,13 +107,125 @@ def rounded(nest: Any, dtype: str) -> Any:
     return map_leaves(nest, lambda leaf: narrow(leaf, dtype))
 
 
-def leaves(nest: Any) -> Iterator[Any]:
-    """Yields the leaves of lists, tuples and dicts."""
-    if not isinstance(nest, list | tuple | dict):
-        yield nest
+def note(tensor: Any, name: str = COPY) -> Any:
+    """Returns a note of a tensor, `None` if it has none."""
+    # Keras asks for an attribute, and TensorFlow looks long for one that its
+    # tensors lack.
+    held = getattr(tensor, "__dict__", None)
+    if held is not None and _ON_TENSORFLOW:
+        return held.get(name)
+    return global_state.get_attribute(tensor, name)
+
+
+def put_note(tensor: Any, name: str, value: Any) -> None:
+    """Adds a note to a tensor; results computed from it do not inherit it."""
+    # Numbers and NumPy arrays may be the caller's data, so they get no notes.
+    if tensor is None or isinstance(tensor, _DATA):
         return
-    for inner in nest.values() if isinstance(nest, dict) else nest:
-        yield from leaves(inner)
+    held = getattr(tensor, "__dict__", None)
+    if held is not None and _ON_TENSORFLOW:
+        # `setattr` makes no dictionary under Python 3.11. TensorFlow then makes
+        # one while Python collects garbage; long eager runs have crashed there.
+        held[name] = value
+    else:
+        global_state.set_attribute(tensor, name, value)
+
+
+def copy_notes(
+    source: Any, target: Any, change: Callable[[Any], Any] = lambda x: x
+) -> None:
+    """Copies the notes for losses and metrics, each changed by a function."""
+    for name in NOTES:
+        value = note(source, name)
+        if value is not None:
+            changed = keras.tree.map_structure(change, value)
+            if target is not source or changed is not value:
+                put_note(target, name, changed)
+
+
+def weight_copy(weight: Any, copy: Any) -> Any:
+    """Notes on a tensor which float32 weight it is a copy of, or itself is."""
+    source = None if copy is weight else weight
+    put_note(copy, COPY, Copy(source, True))
+    return copy
+
+
+def input_copy(source: Any, copy: Any) -> Any:
+    """Notes on a 16-bit tensor what it was before a cast."""
+    put_note(copy, COPY, Copy(source, False))
+    return copy
+
+
+def weight_of(tensor: Any) -> Any:
+    """Returns the float32 weight behind a copy, `None` without one."""
+    noted = note(tensor)
+    if noted is None or not noted.is_weight:
+        return None
+    return tensor if noted.source is None else noted.source
+
+
+def watching(original: Callable) -> Callable:
+    """Returns the method by which a tape watches a tensor.
+
+    Their gradient goes to themselves, not to what they were before a cast.
+    """
+
+    @functools.wraps(original)
+    def watch(tape: Any, tensor: Any) -> None:
+        for each in keras.tree.flatten(tensor):
+            if note(each) is not None:
+                put_note(each, COPY, None)
+        original(tape, tensor)
+
+    return watch
+
+
+def to_float32_with_notes(value: Any) -> Any:
+    """Casts a 16-bit tensor to float32, and its logits; keeps its mask.
+
+    Masked metrics and losses of softmax heads need both.
+    """
+    if float_dtype(value) not in ("float32", *_formats.SIXTEEN_BIT):
+        return value
+    result = to_float32(value)
+    # Float32 probabilities may have 16-bit logits, which are cast then.
+    copy_notes(value, result, to_float32)
+    return result
+
+
+def to_16_bit_with_notes(value: Any, dtype: str) -> Any:
+    """Casts a float32 tensor to 16 bit and keeps its mask and its logits."""
+    result = narrow(value, dtype)
+    if result is not value:
+        copy_notes(value, result)
+    return result
+
+
+def note_cast(source: Any, converted: Any, tensor: Any) -> None:
+    """Notes what a layer has cast, and copies the mask of its source."""
+    input_copy(tensor, converted)
+    layers.copy_mask(source, converted)  # Keras 3.12 loses it in a cast
+
+
+def before_cast(x: Any) -> Any:
+    """Returns a tensor as it was before a layer cast it, else the tensor."""
+    noted = None
+    if keras.ops.is_tensor(x) or isinstance(x, keras.KerasTensor):
+        noted = note(x)
+    if noted is None or noted.is_weight:
+        return x
+    return noted.source
+
+
+def with_float32_arguments(method: Callable) -> Callable:
+    """Returns a method that takes 16-bit tensors in float32, as penalties."""
+
+    @functools.wraps(method)
+    def take(self: Any, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = map_leaves((args, kwargs), to_float32_with_notes)
+        return method(self, *args, **kwargs)
+
+    return take
 
 
 def map_leaves(nest: Any, function: Callable[[Any], Any]) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 
 from tfmix._keras import context_values, global_state
 from tfmix._keras import variables as keras_variables
-from tfmix.ops import apply, attention, exact_values, logits, tensors
+from tfmix.ops import apply, attention, logits, tensors
 
 _ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 # The arguments of each loop: what computes a step, and what it begins with.
@@ -51,7 +51,7 @@ def _wide(nest: Any) -> Any:
 
 
 def _float32(value: Any) -> Any:
-    return exact_values.float32_value(tensors.snapshot(value))
+    return tensors.to_float32(tensors.snapshot(value))
 
 
 def vectorized_map(call: apply.Call) -> Any:
@@ -97,18 +97,17 @@ def take(call: apply.Call) -> Any:
         with keras_variables.autocast(None):
             rows = call.plain()
     else:
-        weight = exact_values.weight_of(table)
+        weight = tensors.weight_of(table)
         if weight is None or not tensors.is_16_bit(table):
             call.is_ruled = call.is_ruled or _takes_often(call)
             return apply.apply(call)
         dtype = tensors.float_dtype(table)
-        weight = exact_values.by_way_of(table, weight)
         rows = call.op.run((weight, *call.args[1:]), call.kwargs)
     # A note would keep all rows in float32.
     narrowed = tensors.narrow(rows, dtype)
     if context_values.block.get().in_map:
         # Each row of the map may take the same ones.
-        exact_values.weight_copy(rows, narrowed)
+        tensors.weight_copy(rows, narrowed)
     return narrowed
 
 
