@@ -491,29 +491,6 @@ class TestTensorFlow:
         step(tf.constant(True))
         assert weight.numpy() == -2.0
 
-    @pytest.mark.parametrize("jit", [False, True])
-    def test_a_penalty_traced_before_the_build_uses_the_live_scale(self, jit):
-        import tensorflow as tf
-
-        weight, optimizer = keras.Variable([1.0]), scaler()
-
-        @tf.function(jit_compile=jit, autograph=False)
-        def gradient(x):
-            with tf.GradientTape() as outer:
-                with tf.GradientTape() as inner:
-                    inner.watch(x)
-                    y = weight.value * x**2
-                loss = optimizer.scale_loss(y + inner.gradient(y, x) ** 2)
-            return outer.gradient(loss, weight.value)
-
-        bad, good = gradient(tf.constant([np.inf])), tf.constant([0.25])
-        for _ in range(2):
-            optimizer.apply([bad], [weight])
-        assert optimizer.loss_scale == SCALE / 4
-        optimizer.apply([gradient(good)], [weight])
-        # The gradient is x**2 + 8 * weight * x**2.
-        assert weight.numpy() == 1.0 - 9.0 / 16
-
     def test_sparse_gradients_are_summed_divided_and_checked_in_float32(self):
         import tensorflow as tf
 
