@@ -25,7 +25,6 @@ from tfmix import _formats
 from tfmix._keras import (
     context_values,
     global_state,
-    kernels,
     layers,
     op_places,
     tapes,
@@ -178,6 +177,7 @@ class Call:
         numbers: The numbers among the arguments.
         multiply: What a variable's products are computed by, if that is chosen.
         read: The values of variables, by their `id`s.
+        axes: The axes of a product of two matrices, if they were asked for.
         wide: The other float tensors.
     """
 
@@ -197,6 +197,7 @@ class Call:
         self.numbers: list[Any] = []
         self.wide: list[Any] = []
         self.read: dict[int, Any] = {}
+        self.axes: contraction.Contraction | None = None
         self.multiply: Multiply | None = None
         self.args = tuple([self._see(value, True) for value in self.args])
         if self.kwargs:
@@ -384,15 +385,13 @@ def noting_weights(original: Callable) -> Callable:
         if (
             self.dtype not in _formats.SIXTEEN_BIT
             or tensors.known_dtype(kind, value.dtype) != "float32"
-            or not context_values.active_rules()
             # Copies of symbols get no notes, so that ops leave them to Keras.
             or global_state.on_shapes_only()
         ):
             return original(self, value)
         # The variable is read once, as the tensor that is then copied.
-        weight = keras_variables.read(value)
-        copy = kernels.cast(weight, self.dtype)
-        return tensors.weight_copy(weight, copy)
+        weight = value.value() if hasattr(value, "read_value") else value
+        return tensors.weight_copy(weight, tensors.cast(weight, self.dtype))
 
     return maybe_cast
 
@@ -563,7 +562,7 @@ def with_weights(call: Call) -> Any:
     if call.multiply is None and not is_asked:
         return call.plain()
     copy, inputs = call.tensors[place], call.tensors[1 - place]
-    noted, axes = call.copies[place], _axes(call, place)
+    noted, axes = call.copies[place], call.axes or _axes(call)
     weight = noted and noted.source
     if call.multiply is not None and axes is not None:
         result = call.multiply(inputs, weight, axes)
@@ -584,14 +583,14 @@ def with_weights(call: Call) -> Any:
     return rounded(call)
 
 
-def _axes(call: Call, weight_at: int) -> contraction.Contraction | None:
+def _axes(call: Call) -> contraction.Contraction | None:
     """Returns the axes of a product of two matrices, else `None`."""
     if call.op.name not in contraction.OPS or len(call.tensors) != 2:
         return None
     if None in map(_rank, call.tensors):
         return None
     shapes = [tuple(tensor.shape) for tensor in call.tensors]
-    args, kwargs = call.args, call.kwargs
+    args, kwargs, weight_at = call.args, call.kwargs, call.weight_at() != 0
     return contraction.of_op(call.op.name, args, kwargs, shapes, weight_at)
 
 
@@ -681,7 +680,7 @@ def _sums_numbers(call: Call) -> bool:
         alone = {x for x in before if x.isalpha() and before.count(x) == 1}
         if after and alone - {*after}:
             return True
-    axes = _axes(call, 1)
+    call.axes = axes = _axes(call)
     return axes is not None and not (axes.free or axes.new)
 
 
