@@ -57,7 +57,12 @@ def _tensorflow_stepper(optimizer, model_variables, mode):
 
     if mode != "eager":
         step = tf.function(step, autograph=False, jit_compile=mode == "xla")
-    return lambda grads: step(tuple(map(tf.constant, grads)))
+
+    def tensor(gradient):
+        is_sparse = isinstance(gradient, tf.IndexedSlices)
+        return gradient if is_sparse else tf.constant(gradient)
+
+    return lambda grads: step(tuple(map(tensor, grads)))
 
 
 def _jax_stepper(optimizer, model_variables, mode):

@@ -97,9 +97,6 @@ FUNCTIONS = {
         "cast": "x dtype",
         "convert_to_tensor": "x dtype",
     },
-    "keras.src.legacy.saving.saving_utils": {
-        "model_metadata": "model include_optimizer require_config",
-    },
     "keras.src.models.functional.Functional": {
         "call": "self inputs",
         "_run_through_graph": "self inputs operation_fn call_fn",

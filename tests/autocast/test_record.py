@@ -7,7 +7,6 @@ from keras import ops as kops
 
 import tfmix
 from tests import helpers, steps
-from tests.autocast import test_penalties as penalised
 from tfmix._keras import replacing
 from tfmix.autocast import global_policy
 from tfmix.autocast import record as mixed_model
@@ -70,6 +69,29 @@ def rounded(values, dtype):
     """Returns what a dtype makes of the values, in float32."""
     tensor = kops.cast(kops.convert_to_tensor(values), dtype)
     return kops.cast(tensor, "float32")
+
+
+class Penalised(keras.layers.Layer):
+    """Adds the sum of squares of its input to the loss."""
+
+    def call(self, x):
+        self.add_loss(kops.sum(kops.square(x)))
+        return x
+
+
+def penalised_model():
+    regular = {"activity_regularizer": "l2", "dtype": "mixed_float16"}
+    dense = keras.layers.Dense(3, **regular)
+    penalised = Penalised(dtype="mixed_float16")
+    model = keras.Sequential([keras.Input((4,)), dense, penalised])
+    model.compile("sgd", "mse", metrics=["mse"])
+    return model
+
+
+def batch():
+    rng = np.random.default_rng(2)
+    x = rng.normal(size=(8, 4)).astype("float32")
+    return x, rng.normal(size=(8, 3)).astype("float32")
 
 
 def identity(dtype):
@@ -136,7 +158,7 @@ def test_the_policy_of_a_model_holds_in_a_plain_call():
 def plain_model():
     """A model that `compile` gives no record."""
     replacing.want(replacing.COMPILE, False)
-    return penalised.penalised_model()
+    return penalised_model()
 
 
 def test_the_policy_of_a_model_is_detached_completely(plain_model):
@@ -160,7 +182,7 @@ def test_a_method_that_the_user_sets_is_wrapped_and_given_back(plain_model):
     object.__setattr__(plain_model, "train_step", theirs)
     mixed_model.set_policy(plain_model, policies.Policy("mixed_float16"))
     assert vars(plain_model)["train_step"] is not theirs
-    plain_model.fit(*penalised.batch(), verbose=0)
+    plain_model.fit(*batch(), verbose=0)
     assert calls
     mixed_model.set_policy(plain_model, FLOAT32)
     assert vars(plain_model)["train_step"] is theirs
@@ -193,10 +215,10 @@ def test_a_model_that_is_compiled_again_forgets_the_first_time(policy):
 
 
 def test_a_model_with_a_policy_loads_without_it():
-    x, _ = penalised.batch()
+    x, _ = batch()
     with global_policy.policy_scope("mixed_float16"):
-        model = penalised.penalised_model()
-    objects = {"Penalised": penalised.Penalised}
+        model = penalised_model()
+    objects = {"Penalised": Penalised}
     loaded = helpers.reloaded(model, compile=False, custom_objects=objects)
     # Plain Keras returns the 16-bit numbers.
     found = loaded.predict(x, verbose=0)

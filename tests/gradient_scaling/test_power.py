@@ -60,10 +60,20 @@ def test_a_place_moves_the_power():
     assert of(np.ones(2**14, "float32"), place=0.25) == 0.0625
 
 
-def test_a_high_place_leaves_the_sum_its_room():
-    assert of(np.ones(8, "float32"), place=256.0) == 256.0
-    assert of(np.ones(2**6, "float32"), place=256.0) == 64.0
-    assert of(np.ones(2**14, "float32"), place=256.0) == 0.25
+HIGH = 2.0**15
+
+
+def test_a_high_place_leaves_room():
+    assert of(np.ones((8, 1), "float32"), place=HIGH) == 2.0**8
+    assert of(np.ones((2**6, 1), "float32"), place=HIGH) == 2.0**6
+    assert of(np.ones((2**14, 1), "float32"), place=HIGH) == 0.25
+
+
+def test_the_gradient_of_a_loss_for_each_example_lies_higher():
+    assert of(np.ones(8, "float32"), place=HIGH) == 2.0**12
+    assert of(np.float32(2.0), place=HIGH) == 2.0**14
+    assert of(np.ones(2**10, "float32"), place=HIGH) == 2.0**5
+    assert of(np.ones(8, "float32"), place=0.5) == 0.5
 
 
 def test_the_power_of_a_second_derivative_has_a_limit():

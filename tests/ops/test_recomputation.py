@@ -92,38 +92,11 @@ def by_a_weight_in_its_gradient(layer, x):
     return identity(ops.matmul(x, layer.w))
 
 
-class Residual(layers.Layer):
-    def build(self, shape):
-        self.dense, self.norm = layers.Dense(8), layers.LayerNormalization()
-        self.dense.build(shape)
-        self.norm.build(shape)
-
-    def call(self, x, training=None):
-        return self.norm(self.dense(x) + x)
-
-
 OWN = [by_keras, by_what_build_made, by_an_op_under_a_rule, by_a_layer_inside]
 if not helpers.ON_JAX:
     OWN += [by_tensorflow, by_a_function_imported_before]
     # JAX refuses a weight that a gradient closes over, even in float32.
     OWN += [by_a_tape_in_its_gradient, by_a_weight_in_its_gradient]
-SCOPES = {
-    "full": keras.RematScope("full"),
-    "activations": keras.RematScope("activations"),
-    "larger_than": keras.RematScope("larger_than", output_size_threshold=4),
-    "list_of_layers": keras.RematScope("list_of_layers", layer_names=["it"]),
-}
-IN_SCOPE = {
-    "dense": lambda: layers.Dense(8, "relu", name="it"),
-    "residual": lambda: Residual(name="it"),
-}
-# Keras cannot compute these under TensorFlow, even in float32.
-REFUSED_BY_KERAS = [
-    (scope, mode)
-    for scope in ("full", "larger_than")
-    for mode in ("graph", "xla")
-    if not helpers.ON_JAX
-]
 
 
 def own(function):
@@ -158,26 +131,6 @@ def check_as_in_float32(make, mode, policy):
 @pytest.mark.parametrize("function", OWN)
 def test_a_layer_that_recomputes_trains_as_in_float32(function, mode, policy):
     check_as_in_float32(own(function), mode, policy)
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-@pytest.mark.parametrize("mode", steps.MODES)
-@pytest.mark.parametrize("scope", SCOPES)
-@pytest.mark.parametrize("kind", IN_SCOPE)
-def test_a_layer_of_a_scope_trains_as_in_float32(kind, scope, mode, policy):
-    if (scope, mode) in REFUSED_BY_KERAS:
-        pytest.skip("Keras refuses it in float32 as well")
-    if not helpers.ON_JAX and scope == "list_of_layers" and mode != "eager":
-        pytest.skip("TensorFlow refuses the keywords of Keras's call")
-    if scope == "larger_than" and (kind == "residual" or helpers.ON_JAX):
-        pytest.skip("Keras cannot tell the size of what it returns")
-
-    def make():
-        with SCOPES[scope]:
-            return IN_SCOPE[kind]()
-
-    check_as_in_float32(make, mode, policy)
 
 
 @pytest.mark.costly

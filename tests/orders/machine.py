@@ -28,6 +28,7 @@ from tests.orders.models import (
     small_data,
 )
 from tests.orders.order import OPTIMIZERS, REFUSES, SIXTEEN, TENSORFLOW, WRAPS
+from tfmix.conversion import planned_policies
 
 # Steps that change neither the model nor its active policy.
 LOOKING = ("check", "scale_monitor", "numerics_monitor")
@@ -278,8 +279,11 @@ class Machine:
     def _numerics_monitor(self):
         monitor = tfmix.callbacks.NumericsMonitor(every=1)
         self._fit(monitor)
-        law("s", monitor.report is not None, "the monitor has no report")
-        law("s", not monitor.events, f"the monitor finds {monitor.events}")
+        narrow = planned_policies.sixteen_bit_layers(self.model)
+        is_watched = monitor.report is not None
+        law("s", is_watched or not narrow, "the monitor has no report")
+        wrong = [e for e in monitor.events if e.verdict == "overflow"]
+        law("s", not wrong, f"the monitor finds {wrong}")
 
     def _fit(self, callback):
         data = small_data()

@@ -52,8 +52,6 @@ def test_each_weak_collection_of_the_core_has_its_reason():
         *["bare_optimizers.py"] * 2,
         # The checkpoints that a wrapper is restored from.
         "files.py",
-        # The conversions that `undo` takes back.
-        "layer_changes.py",
         # The models that scale their gradients.
         "model_call.py",
         # Who moves a model's place, and the places.

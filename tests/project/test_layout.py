@@ -13,19 +13,16 @@ ELSEWHERE = {
     "policy/names": "policy/test_policy",
     "ops/jax_custom_gradients": "gradient_scaling/test_users_gradients",
     "ops/tensors": "ops/test_apply",
+    "ops/ways": "ops/test_loops",
     "gradient_scaling/heads": "wild/test_gradients",
     "gradient_scaling/raw_ops": "gradient_scaling/test_power",
     "step/gradients": "step/test_who_divides",
     "loss_scaling/errors": "loss_scaling/test_optimizer",
     "loss_scaling/inner_attributes": "loss_scaling/test_optimizer",
     "loss_scaling/state": "loss_scaling/test_optimizer",
-    "autocast/replaced": "autocast/test_interceptor",
     "optimizers/eight_bit_slots": "optimizers/test_low_memory",
-    "optimizers/elementwise": "optimizers/test_master_weights",
     "optimizers/flat": "optimizers/test_master_weights",
-    "optimizers/views": "optimizers/test_master_weights",
     # What only this folder may know of Keras has a contract for each name.
-    "_keras/compile_method": "autocast/test_compile_watch",
     "_keras/custom_vjp": "_keras/test_contract_meanings",
     "_keras/files": "loss_scaling/test_between_policies",
     "_keras/float8_kernel": "float8/test_product",
@@ -35,6 +32,7 @@ ELSEWHERE = {
     "_keras/tapes": "_keras/test_contract_meanings",
     "_keras/training": "_keras/test_contract_meanings",
     "_keras/variables": "_keras/test_contract_meanings",
+    "_keras/xla_compilers": "tools/hardware/test_compiling",
 }
 
 

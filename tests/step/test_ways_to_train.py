@@ -272,6 +272,14 @@ class OwnName(Own):
         return self.logs(loss)
 
 
+class OwnGiven(OwnName):
+    """Steps the optimizer that it gave to `compile`, like Keras's guides."""
+
+    def compiled_as(self, mode):
+        self.actor_optimizer = adam()
+        self.compile(self.actor_optimizer, **how(mode))
+
+
 class OwnLayers(OwnName):
     """Calls layers but no model."""
 
@@ -540,8 +548,8 @@ if ON_JAX:
     own_steps = [OwnStepOnJax, AveragingOnJax]
     in_turns = [ByHandOnJax, BranchOnJax]
 else:
-    own_steps = [OwnStep, OwnName, OwnLayers, Gan, GanOfLayers, SharpnessAware]
-    own_steps += [Averaging]
+    own_steps = [OwnStep, OwnName, OwnGiven, OwnLayers, Gan, GanOfLayers]
+    own_steps += [SharpnessAware, Averaging]
     in_turns = [ByHand, ByHandOwnName, Branch]
     WAYS["fit of two replicas"] = fit(mirrored)
     WAYS["fit, applied in a branch"] = fit(in_branch)

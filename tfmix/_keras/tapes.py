@@ -209,17 +209,6 @@ def replaced(
     return made
 
 
-def record_gradient(result: Any, tensors: Sequence, gradient: Gradient) -> None:
-    """Sets the gradient of an eager result that no tape has recorded.
-
-    Args:
-        result: Float tensor.
-        tensors: The float tensors that it was computed from.
-        gradient: Takes the incoming gradient; returns one for each tensor.
-    """
-    record.record_operation("Tfmix", [result], list(tensors), gradient)
-
-
 def _named(gradient: Gradient, count: int) -> Any:
     """Sets the gradient function of the identities that a block creates."""
     graph = tf.compat.v1.get_default_graph()

@@ -1,14 +1,12 @@
 """Reads and changes how Keras compiles and trains a model."""
 
 import contextlib
-import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-from keras.src.legacy.saving import saving_utils
 from keras.src.trainers import compile_utils
 from keras.src.trainers import trainer as trainers
 
@@ -27,8 +25,6 @@ ORDERS = {
         ("summary", keras.Model.summary),
     )
 }
-# It describes a model for a file of the old format, `.h5`.
-OLD_FORMAT: replacing.Place = (saving_utils, "model_metadata")
 # JAX's step is a function of the state.
 STEP_ON_JAX = "state", "data"
 
@@ -246,21 +242,3 @@ def save_argument(model: keras.Model, name: str, value: Any) -> None:
     saved = getattr(model, "_compile_config", None)
     if saved is not None:
         saved.config[name] = value
-
-
-def naming_saved_optimizer(original: Callable) -> Callable:
-    """Returns what describes a model with the optimizer that its files name."""
-
-    @functools.wraps(original)
-    def model_metadata(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        compiled = getattr(model, "_compile_config", None)
-        saved = None if compiled is None else compiled.config.get("optimizer")
-        inside = [*optimizers.chain(getattr(model, "optimizer", None))][1:]
-        with contextlib.ExitStack() as undo:
-            if any(saved is inner for inner in inside):
-                replacing.swap(undo, model, "optimizer", saved)
-                # Keras takes it out.
-                undo.callback(save_argument, model, "optimizer", saved)
-            return original(model, *args, **kwargs)
-
-    return model_metadata

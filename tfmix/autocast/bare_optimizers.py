@@ -51,8 +51,8 @@ class Skips(state.Counts):
 
     TensorFlow counts them in variables that a SavedModel saves with the
     optimizer's own. A function that JAX compiles can only change the variables
-    that it is given, so JAX counts eager steps, those that a sink reports, and
-    in `fit` those that were not applied.
+    that it is given, so JAX counts eager steps, and in `fit` those that were
+    not applied.
     """
 
     # Losses are not scaled: the state's scale moves gradients inside models.
@@ -64,8 +64,6 @@ class Skips(state.Counts):
     def __init__(self, optimizer: Any, variables: Sequence) -> None:
         self.applies = optimizers.applies(optimizer)
         self.variables: list[keras.Variable] = []
-        # What compiled steps have reported, and nobody has read (JAX).
-        self._reported: list[tuple] = []
         self._state = state.State(rules.DynamicLossScale(), self._add)
         self._state.build(optimizer.name, variables)
         placing.note(self._state, variables)
@@ -84,7 +82,6 @@ class Skips(state.Counts):
             to: The variable of each.
         """
         if not (_ON_TENSORFLOW or isinstance(applied, bool)):
-            _sink(self._reported.append, (applied, bad))
             return
 
         def is_data() -> Any:
@@ -102,12 +99,6 @@ class Skips(state.Counts):
         in_a_row = held.consecutive_skips.value + lost
         held.consecutive_skips.assign(in_a_row * (not applied))
 
-    def _counted(self) -> state.Values:
-        while self._reported:
-            applied, bad = self._reported.pop(0)
-            self._state.count(bool(applied), bad)
-        return super()._counted()
-
     def _add(self, name: str, value: Any, dtype: str) -> Any:
         if not _ON_TENSORFLOW:
             return _HostValue(value, dtype)
@@ -118,32 +109,13 @@ class Skips(state.Counts):
         return variable
 
 
-def _no_sink(tell: Callable[[Any], None], values: Any) -> None:
-    """Drops the values of a compiled step."""
-
-
-# Hands a function the values of tensors of a step that JAX compiles.
-_sink: Callable[[Callable[[Any], None], Any], None] = _no_sink
-
-
-def set_sink(by: Callable[[Callable[[Any], None], Any], None]) -> None:
-    """Sets what reports whether compiled steps under JAX were skipped.
-
-    Args:
-        by: Gets a function and tensors of the step. It calls the function with
-            their values after the step.
-    """
-    global _sink
-    _sink = by
-
-
 # Objects that count the skipped steps of an optimizer.
 Skipper: TypeAlias = scaling.LossScaleOptimizer | Skips
 _skips: weakref.WeakKeyDictionary[Any, Skips] = weakref.WeakKeyDictionary()
 _left_alone: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def applying(original: Callable) -> Callable:
+def make_apply(original: Callable) -> Callable:
     """Returns the `apply` of optimizers that nothing has wrapped."""
 
     @functools.wraps(original)
@@ -220,7 +192,7 @@ def leave_alone(optimizer: keras.optimizers.Optimizer | None) -> None:
         _left_alone.add(optimizer)
 
 
-def held_beside(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+def beside_scaler(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Lists the optimizers in a model's scaler that the model also holds.
 
     A user's own step may use the optimizer that `compile` got, without the
@@ -246,13 +218,13 @@ def skippers(model: keras.Model) -> list[Skipper]:
     return [*scaling.scalers(model), *bare]
 
 
-def uncounted(model: keras.Model) -> Skips | None:
+def counter_of_fit(model: keras.Model) -> Skips | None:
     """Returns the counter of an optimizer whose steps of `fit` count nothing.
 
     Under JAX it is that of an unwrapped optimizer. Keras's own step applies
     gradients once, whereas a user's may do so now and then.
     """
-    is_counted = _ON_TENSORFLOW or model.run_eagerly or _sink is not _no_sink
+    is_counted = _ON_TENSORFLOW or model.run_eagerly
     if is_counted or training.has_own_step(model):
         return None
     return None if model.optimizer is None else _skips.get(model.optimizer)

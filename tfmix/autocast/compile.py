@@ -1,6 +1,6 @@
 """Compiles a model with the optimizer that the dtypes of its layers need.
 
-`compiling` replaces Keras's `compile` for every model. It gives models with
+`make_compile` replaces Keras's `compile` for every model. It gives models with
 16-bit layers their record, however they were made, their optimizer and their
 guard.
 """
@@ -41,7 +41,7 @@ def advise_by(advise: Callable[[keras.Model], bool]) -> None:
     _advise = advise
 
 
-def compiling(original: Callable[..., None]) -> Callable[..., None]:
+def make_compile(original: Callable[..., None]) -> Callable[..., None]:
     """Returns the replacement of Keras's `compile` for all models."""
 
     @functools.wraps(original)
@@ -122,7 +122,7 @@ def _compile(
         with context_values.holding(rules=context_values.NO_RULES):
             optimizer = choose(optimizer, model, level)
         if optimizer is not model.optimizer:
-            named = saved(optimizer, model)
+            named = optimizer_in_files(optimizer, model)
             training.adopt_optimizer(model, optimizer, named)
     is_ours = isinstance(optimizer, scaling.LossScaleOptimizer)
     if part is not None or is_ours:
@@ -208,7 +208,7 @@ def choose(
     return _automatic(scaling.LossScaleOptimizer(optimizer, loss_scale=rule))
 
 
-def saved(
+def optimizer_in_files(
     optimizer: keras.optimizers.Optimizer, model: keras.Layer
 ) -> keras.optimizers.Optimizer:
     """Returns the optimizer that a model's files name.

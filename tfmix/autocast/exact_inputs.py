@@ -62,7 +62,7 @@ def begin_exact(model: keras.Model) -> None:
         graphs.widen_inputs(model)
 
 
-def built_exact(
+def build_exactly(
     model: keras.Sequential, build: Callable, *args: Any, **kwargs: Any
 ) -> None:
     """Builds a Sequential whose input rounds no ids and no raw features.

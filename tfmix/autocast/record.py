@@ -233,13 +233,13 @@ class _MixedModel:
 
     def _build(self, original: Callable, *args: Any, **kwargs: Any) -> None:
         """Builds a Sequential, whose layers draw their initial values."""
-        build = functools.partial(exact_inputs.built_exact, self._model)
+        build = functools.partial(exact_inputs.build_exactly, self._model)
         self._under_rules(build, original, *args, **kwargs)
 
     def _before_tracing(self, original: Callable, **batch: Any) -> None:
         original(**batch)
         # A step that uses the optimizer itself needs the model's weights.
-        if not bare_optimizers.held_beside(self._model):
+        if not bare_optimizers.beside_scaler(self._model):
             training.build_before_tracing(self._model, **batch)
 
     def _children(self, original: Callable, *args: Any, **kwargs: Any) -> Any:

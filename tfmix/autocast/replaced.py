@@ -73,13 +73,13 @@ if keras.backend.backend() == "tensorflow":
     _OF_BACKEND: tuple[Replaced, ...] = (
         Replaced(
             OPS,
-            "The gradient of a tensor that a tape watches goes to itself.",
+            "A tape may watch the 16-bit copy of a tensor.",
             tapes.WATCH,
             replacing.lazily(tensors.watching),
         ),
         Replaced(
             OPS,
-            "Gradients have the dtypes of their tensors.",
+            "The gradients of a graph have the dtypes of its tensors.",
             tapes.GRADIENTS,
             replacing.lazily(tapes.without_rules),
         ),
@@ -107,7 +107,7 @@ LIST = (
         COMPILE,
         "A model with 16-bit layers gets its optimizer and its guard.",
         functools.partial(replacing.definers, keras.Model, "compile"),
-        compiling.compiling,
+        compiling.make_compile,
     ),
     Replaced(
         LAYERS,
@@ -132,7 +132,7 @@ LIST = (
         "A layer's state is what float32 computes.",
         [keras_variables.ASSIGN],
         functools.partial(
-            keras_variables.assigning, exactly=fallback.assign_exactly
+            keras_variables.make_assign, exactly=fallback.assign_exactly
         ),
     ),
     Replaced(
@@ -153,13 +153,13 @@ LIST = (
         functools.partial(
             replacing.definers, keras.optimizers.Optimizer, "apply"
         ),
-        _under_policy(bare_optimizers.applying),
+        _under_policy(bare_optimizers.make_apply),
     ),
     Replaced(
         OPS,
         "So is one of an optimizer of tfmix's that nothing wraps.",
         [(sixteen_bit_optimizer.SixteenBitOptimizer, "apply")],
-        _under_policy(bare_optimizers.applying),
+        _under_policy(bare_optimizers.make_apply),
     ),
     Replaced(
         OPS,
@@ -168,12 +168,6 @@ LIST = (
         replacing.lazily(_of_user),
     ),
     *_OF_BACKEND,
-    Replaced(
-        OPS,
-        "A file of the old format names the optimizer that `compile` got.",
-        [training.OLD_FORMAT],
-        replacing.lazily(training.naming_saved_optimizer),
-    ),
     Replaced(
         OPS,
         "With dropout, attention layers do not call the op.",

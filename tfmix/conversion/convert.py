@@ -458,7 +458,7 @@ def _save_settings(
 
 def _adopt(model: keras.Model, optimizer: Any) -> None:
     if optimizer is not None:
-        saved = compiling.saved(optimizer, model)
+        saved = compiling.optimizer_in_files(optimizer, model)
         training.adopt_optimizer(model, optimizer, saved)
     for part in optimizers.chain(optimizer):
         if isinstance(part, scaling.LossScaleOptimizer):

@@ -261,8 +261,21 @@ def sixteen_bit_layers(model: keras.Model) -> list[keras.Layer]:
 
 
 def reference(model: keras.Model) -> Plan:
-    """Plans float32 for the layers that compute in floats."""
-    return sixteen_bit(model, keras.DTypePolicy("float32"))
+    """Plans float32 for every layer that computes in floats.
+
+    Quantized layers keep their integers, and compute the rest in float32.
+    """
+    return {
+        layer: _in_float32(entry(layer.dtype_policy, layer))
+        for layer in _movable(model)
+    }
+
+
+def _in_float32(policy: keras.DTypePolicy) -> keras.DTypePolicy:
+    if policy.quantization_mode is None:
+        return keras.DTypePolicy("float32")
+    config = {**policy.get_config(), "source_name": "float32"}
+    return type(policy).from_config(config)
 
 
 def sixteen_bit(model: keras.Model, policy: keras.DTypePolicy | None) -> Plan:

@@ -16,7 +16,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend
@@ -88,8 +88,8 @@ class Gates:
     def enter(self, values: Sequence) -> list:
         """Returns the arrays for the code inside, in the same order."""
         places = [n for n, value in enumerate(values) if self._passes(value)]
-        counts = (True,) * len(places)
-        passed = self._pass(True, [values[n] for n in places], counts)
+        how = _Gate(True, (True,) * len(places), self._shared)
+        passed = self._pass(how, [values[n] for n in places])
         inside = list(values)
         for n, value in zip(places, passed, strict=True):
             inside[n] = value
@@ -118,15 +118,14 @@ class Gates:
         counts = (True,) * len(results) + (False,) * len(losses)
         # Losses may be numbers of Keras's own.
         arrays = [*map(jnp.asarray, (*results, *losses))]
-        passed = self._pass(False, arrays, counts)
+        passed = self._pass(_Gate(False, counts, self._shared), arrays)
         return list(passed[: len(results)]), list(passed[len(results) :])
 
-    def _pass(self, enters: bool, arrays: Sequence, counts: tuple) -> tuple:
+    def _pass(self, how: "_Gate", arrays: Sequence) -> tuple:
         # JAX sums the gradients of what `shard_map` shares outside of here.
         given = jax_products.varying_alike([self._token, *arrays])
-        passed, self._token = _pass(
-            given[1:], given[0], self._place, enters, counts, self._shared
-        )
+        passed: tuple
+        passed, self._token = _pass(given[1:], given[0], self._place, how)
         return passed
 
     def reach(self) -> bool:
@@ -142,90 +141,85 @@ class Gates:
         return lax.stop_gradient(_down(self._shared.entered))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
+class _Gate(NamedTuple):
+    """What a gate does with its operands.
+
+    Attributes:
+        enters: Whether it multiplies by a power of two, or divides by it.
+        counts: For each array, whether it counts in the maximum.
+        shared: What the gates of the call know.
+        fresh: Whether these are no second derivatives.
+        backwards: Whether gradients pass it, not tangents.
+        depth: The number of batches whose rows have powers of their own.
+    """
+
+    enters: bool
+    counts: tuple
+    shared: _Shared | None
+    fresh: bool = True
+    backwards: bool = False
+    depth: int = 0
+
+    def bind(self, arrays: Sequence, operands: tuple) -> tuple[tuple, Any]:
+        """Maps the arrays that may not be zero; returns all, and the token.
+
+        Args:
+            arrays: Tangents or gradients.
+            operands: Two tokens that may bring a power, and the place.
+        """
+        zeros = SymbolicZero | ad.Zero
+        live = [n for n, x in enumerate(arrays) if not isinstance(x, zeros)]
+        counts = tuple(self.counts[n] for n in live)
+        *passed, token = _gate.bind(
+            *(arrays[n] for n in live),
+            *operands,
+            how=self._replace(counts=counts),
+        )
+        new = list(arrays)
+        for n, x in zip(live, passed, strict=True):
+            new[n] = x
+        return tuple(new), token
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
 def _pass(
-    values: tuple,
-    token: Any,
-    place: Any,
-    enters: bool,
-    counts: tuple,
-    shared: _Shared,
+    values: tuple, token: Any, place: Any, how: _Gate
 ) -> tuple[tuple, Any]:
     return values, token
 
 
 @functools.partial(_pass.defjvp, symbolic_zeros=True)
-def _(
-    enters: bool,
-    counts: tuple,
-    shared: _Shared,
-    primals: tuple,
-    tangents: tuple,
-) -> tuple:
-    values, token = _pass(*primals, enters, counts, shared)
+def _(how: _Gate, primals: tuple, tangents: tuple) -> tuple:
+    values, token = _pass(*primals, how)
     of_values, of_token, _ = tangents
     if isinstance(of_token, SymbolicZero):
         of_token = jnp.zeros_like(token)
-    passed = _bind(
-        of_values,
-        (of_token, token, primals[2]),
-        enters=enters,
-        fresh=True,
-        backwards=False,
-        counts=counts,
-        shared=shared,
-        depth=0,
-    )
+    passed = how.bind(of_values, (of_token, token, primals[2]))
     return (values, token), passed
 
 
-def _bind(
-    arrays: Sequence, operands: tuple, *, counts: tuple, **how: Any
-) -> tuple[tuple, Any]:
-    """Maps the arrays that may not be zero; returns all, and the token.
-
-    Args:
-        arrays: Tangents or gradients.
-        operands: Two tokens that may bring a power, and the place.
-        counts: Which arrays count in the maximum.
-        **how: As for `_into` and `_run`.
-    """
-    zeros = SymbolicZero | ad.Zero
-    live = [n for n, x in enumerate(arrays) if not isinstance(x, zeros)]
-    *passed, token = _gate.bind(
-        *(arrays[n] for n in live),
-        *operands,
-        counts=tuple(counts[n] for n in live),
-        **how,
-    )
-    new = list(arrays)
-    for n, x in zip(live, passed, strict=True):
-        new[n] = x
-    return tuple(new), token
-
-
-def _into(*given: Any, fresh: bool, counts: tuple, **_: Any) -> list:
+def _into(how: _Gate, *given: Any) -> list:
     """Multiplies by a power of two; returns the arrays, and the token.
 
     Args:
+        how: Says which arrays count, and whether they are second derivatives.
         *given: The arrays, two tokens that may bring a power, and the place.
-        fresh: Whether this is no second derivative.
-        counts: Which arrays count in the maximum.
     """
     *arrays, token, kept, place = given
     known = token + kept
     if arrays:
-        of_results = [*itertools.compress(arrays, counts)]
-        of_losses = itertools.compress(arrays, map(operator.not_, counts))
-        _, down = power.of(of_results, [*of_losses], place, not fresh)
+        of_results = [*itertools.compress(arrays, how.counts)]
+        of_losses = itertools.compress(arrays, map(operator.not_, how.counts))
+        _, down = power.of(of_results, [*of_losses], place, not how.fresh)
         chosen = jnp.stack([down, jnp.ones_like(down)], -1)
         known = jnp.where(known[..., 1:] == 0, chosen, known)
     spread = functools.cache(functools.partial(_spread, 1 / _down(known)))
     return [*(_times(spread, x) for x in arrays), known]
 
 
-def _out_of(*given: Any, **_: Any) -> list:
+def _out_of(how: _Gate, *given: Any) -> list:
     """Divides by the power that the token brings."""
+    del how
     *arrays, token, _, _ = given
     # XLA would otherwise repeat the division in every kernel that multiplies.
     down = kernels.kept_apart(_down(token))
@@ -248,64 +242,41 @@ def _down(token: Any) -> Any:
     return jnp.where(mantissa == 0, down, jnp.nan)
 
 
-def _run(
-    *given: Any, enters: bool, depth: int, shared: Any, **how: Any
-) -> list:
-    del shared
-    function: Callable = functools.partial(_into if enters else _out_of, **how)
-    for _ in range(depth):
+def _run(*given: Any, how: _Gate) -> list:
+    function: Callable = functools.partial(
+        _into if how.enters else _out_of, how
+    )
+    for _ in range(how.depth):
         function = jax.vmap(function)
     result: list = function(*given)
     return result
 
 
 # One program is quicker than many operations in eager mode, too.
-_compiled = jax.jit(
-    _run,
-    static_argnames=(
-        "enters",
-        "depth",
-        "shared",
-        "fresh",
-        "backwards",
-        "counts",
-    ),
-)
+_compiled = jax.jit(_run, static_argnames="how")
 
 
-def _run_eagerly(*given: Any, shared: Any, **how: Any) -> list:
-    del shared
-    results: list = _compiled(*given, shared=None, **how)
+def _run_eagerly(*given: Any, how: _Gate) -> list:
+    # One program serves all calls.
+    results: list = _compiled(*given, how=how._replace(shared=None))
     return results
 
 
 def _pushed(
-    primals: Sequence,
-    tangents: Sequence,
-    enters: bool,
-    backwards: bool,
-    counts: tuple,
-    **how: Any,
+    primals: Sequence, tangents: Sequence, how: _Gate
 ) -> tuple[list, list]:
     """Pushes tangents forward.
 
     A tangent inside has the power of what it is a tangent of, times its own.
     """
-    results = _gate.bind(
-        *primals, enters=enters, backwards=backwards, counts=counts, **how
-    )
+    results = _gate.bind(*primals, how=how)
     *moved, token, kept, _ = tangents
     tokens = ad.instantiate_zeros(token), ad.instantiate_zeros(kept)
-    passed, of_token = _bind(
-        moved,
-        (*tokens, primals[-1]),
-        enters=enters,
-        backwards=False,
-        counts=counts,
-        **how,
+    passed, of_token = how._replace(backwards=False).bind(
+        moved, (*tokens, primals[-1])
     )
-    down = _down(results[-1] if enters else primals[-3])
-    factor = 1 / down if enters else down
+    down = _down(results[-1] if how.enters else primals[-3])
+    factor = 1 / down if how.enters else down
 
     def scaled(x: Any) -> Any:
         if isinstance(x, ad.Zero):
@@ -316,42 +287,25 @@ def _pushed(
     return results, [*map(scaled, passed), of_token]
 
 
-def _pulled(
-    upstream: Sequence,
-    *primals: Any,
-    enters: bool,
-    fresh: bool,
-    backwards: bool,
-    shared: _Shared,
-    depth: int,
-    **how: Any,
-) -> list:
+def _pulled(upstream: Sequence, *primals: Any, how: _Gate) -> list:
     """Pulls gradients back, by the other map."""
-    del backwards, depth
     *arrays, token = upstream
+    enters, shared = not how.enters, how.shared or _Shared()
     # If the exit's second token has a gradient, this is a second derivative.
     kept, place = primals[-2:]
-    is_second = enters or not fresh or ad.is_undefined_primal(kept)
-    if is_second and not enters:
+    is_first = enters and how.fresh and not ad.is_undefined_primal(kept)
+    if enters and not is_first:
         token = shared.told(token, arrays)
     token = ad.instantiate_zeros(token)
-    if is_second:
+    if not is_first:
         kept = jnp.zeros_like(token)
-    passed, token = _bind(
-        arrays,
-        (token, kept, place),
-        enters=not enters,
-        fresh=not is_second,
-        backwards=True,
-        shared=shared,
-        # Rows meet in what they share, so they get one power.
-        depth=0,
-        **how,
-    )
-    if not enters:
+    # Rows meet in what they share, so they get one power.
+    other = how._replace(enters=enters, fresh=is_first, backwards=True, depth=0)
+    passed, token = other.bind(arrays, (token, kept, place))
+    if enters:
         shared.entered = token
-        if is_second:
-            shared.second = token
+    if enters and not is_first:
+        shared.second = token
     return [
         x if ad.is_undefined_primal(primal) else None
         for x, primal in zip(
@@ -360,22 +314,13 @@ def _pulled(
     ]
 
 
-def _batched(
-    values: Sequence,
-    axes: Sequence,
-    enters: bool,
-    backwards: bool,
-    depth: int,
-    **how: Any,
-) -> tuple[list, list]:
+def _batched(values: Sequence, axes: Sequence, how: _Gate) -> tuple[list, list]:
     """Gives all rows one power, or each its own if it has gradients of its own.
 
     A gradient of many rows, such as that of a weight, needs one power.
     """
-    place = values[-1]
-    by_row = (enters and backwards) or (axes[-3], axes[-2]) != (None, None)
-    bind = functools.partial(
-        _gate.bind, enters=enters, backwards=backwards, **how
+    by_row = (how.enters and how.backwards) or any(
+        axis is not None for axis in axes[-3:-1]
     )
     if not by_row:
         # Those of the token come first.
@@ -384,9 +329,10 @@ def _batched(
             value if axis is None else jnp.moveaxis(value, axis, inner)
             for value, axis in zip(values[:-1], axes[:-1], strict=True)
         ]
+        place = values[-1]
         if axes[-1] is not None:
-            place = jnp.min(values[-1], axes[-1])
-        results = bind(*moved, place, depth=depth)
+            place = jnp.min(place, axes[-1])
+        results = _gate.bind(*moved, place, how=how)
         new = [axis if axis is None else inner for axis in axes[:-3]]
         return results, [*new, None]
     (size, *_) = (
@@ -400,7 +346,7 @@ def _batched(
         else jnp.moveaxis(value, axis, 0)
         for value, axis in zip(values, axes, strict=True)
     ]
-    results = bind(*rows, depth=depth + 1)
+    results = _gate.bind(*rows, how=how._replace(depth=how.depth + 1))
     return results, [0] * len(results)
 
 

@@ -1,8 +1,8 @@
 """Where the gradients of a model lie in float16's range.
 
 Gradients that enter a model are brought to the model's place, the lowest of the
-optimizers that update its variables. An optimizer first uses much of the room
-that float16 has, for gradients that shrink inside, such as those of a mean.
+optimizers that update its variables. An optimizer first uses all the room that
+float16 has, for gradients that shrink inside, such as those of a mean.
 Gradients that grow inside overflow; then it falls back to order one, halves its
 place at each further overflow, and doubles it after many good steps. Where no
 optimizer can lower the place, it is 1.
@@ -32,7 +32,7 @@ _ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 # The place of a model that no optimizer has moved, above all others.
 _NOBODYS = 2.0**126
 # An optimizer's place, until gradients overflow inside.
-FREE = 2.0**8
+FREE = 2.0**15
 # As many bad batches may follow one another in a loop.
 _BAD_BATCHES = 2
 

@@ -27,6 +27,11 @@ _BIAS, _MANTISSA = 127, 23
 # reaches its layer, and a kernel gets that sum times its inputs. Float16 ends
 # at 2^16, so either may still grow by 2^4.
 _LARGEST_SUM = 2.0**12
+# In a high place gradients of real networks reach 2^14 or less from here.
+_LARGEST = 2.0**8
+# A model whose results are numbers without features, such as losses, may have
+# a mean over pixels inside, which divides their gradients.
+_LARGEST_SUM_OF_NUMBERS = 2.0**15
 # Second derivatives may meet unknown gradients of the same call. These are
 # small for a mean, so there is less room above this power than below.
 _OF_SECOND = 2.0**8
@@ -82,7 +87,11 @@ def of(
     else:
         least = ops.multiply(total, 1 / _LARGEST_SUM)
         reaches = ops.maximum(largest, least)
-    # A sum never lies higher than at first.
+        if all(x.ndim in (0, 1) for x in gradients):
+            least = ops.multiply(total, 1 / _LARGEST_SUM_OF_NUMBERS)
+        else:
+            lowest = ops.multiply(largest, 1 / _LARGEST)
+            least = ops.maximum(least, lowest)
     reaches = ops.maximum(ops.divide(reaches, place), least)
     word = kernels.bitcast(reaches, "int32")
     exponent = ops.subtract(_BIAS, ops.right_shift(word, _MANTISSA))

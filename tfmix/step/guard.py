@@ -257,6 +257,11 @@ def outcome_from_counters(step: Step, before: list, after: list) -> Outcome:
     """
     if not step.has_reported:
         return Outcome(False, False)
+    last_applied = getattr(step.model.optimizer, "last_step_applied", None)
+    if last_applied is not None and not step.is_own:
+        # This needs no count from before the step, which XLA would copy.
+        applied = last_applied()
+        return Outcome(applied, ops.logical_not(applied))
     applied, *skipped = (
         ops.not_equal(*pair) for pair in zip(before, after, strict=True)
     )

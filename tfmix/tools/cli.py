@@ -6,7 +6,6 @@ a wrong word need not wait for TensorFlow. `tfmix_script.py` runs this file.
 
 import argparse
 import contextlib
-import difflib
 import importlib.util
 import json
 import os
@@ -16,7 +15,7 @@ import runpy
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn, TextIO
+from typing import Any, TextIO
 
 EXIT_CODES = """\
 exit codes:
@@ -184,20 +183,9 @@ def startup_log_held_back() -> Iterator[TextIO]:
             os.dup2(stderr.fileno(), 2)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Suggests the command that a misspelled one may mean."""
-
-    def error(self, message: str) -> NoReturn:
-        wrong = re.search("argument COMMAND: invalid choice: '(.+?)'", message)
-        word = wrong[1] if wrong else ""
-        if close := difflib.get_close_matches(word, _COMMANDS, n=1):
-            message += f". Did you mean {close[0]!r}?"
-        super().error(message)
-
-
 def build_parser() -> argparse.ArgumentParser:
     """Builds the parser; `name` is the command's, `None` without one."""
-    parser = _Parser(
+    parser = argparse.ArgumentParser(
         prog="tfmix",
         description="Mixed-precision training for Keras 3, from a shell.",
         epilog="`tfmix COMMAND --help` shows a command's options.",

@@ -3,7 +3,6 @@
 import keras
 import numpy as np
 import pytest
-from keras import ops
 
 import tfmix
 from tests import helpers
@@ -78,62 +77,6 @@ def test_a_sample_sees_the_weights_of_its_step():
     kernels = before[0], seen[1][0], after[0]
     assert not np.array_equal(kernels[0], kernels[1])
     assert not np.array_equal(kernels[1], kernels[2])
-
-
-@ops.custom_gradient
-def exploding(values):
-    def grad(upstream):
-        return upstream * 1e4 * 1e4
-
-    return values * 0.0, grad
-
-
-class Blowing(keras.layers.Layer):
-    """Returns zeros, with a gradient that no format can hold."""
-
-    def call(self, inputs):
-        return exploding(inputs)
-
-
-# Two layers read one tensor, or each its own; "guilty" is first or second.
-@pytest.mark.slow
-@pytest.mark.parametrize("is_shared", [True, False])
-@pytest.mark.parametrize("is_first", [True, False])
-def test_the_right_one_of_two_branches_is_blamed(is_first, is_shared):
-    keras.utils.set_random_seed(0)
-    tfmix.set_global_policy("mixed_float16")
-    inputs = keras.Input((4,))
-    left = right = keras.layers.Dense(8, name="left")(inputs)
-    if not is_shared:
-        right = keras.layers.Dense(8, name="right")(inputs)
-    branches = [(Blowing(name="guilty"), left)]
-    branches += [(keras.layers.Dense(8, name="innocent"), right)]
-    made = [each(x) for each, x in branches[:: 1 if is_first else -1]]
-    outputs = keras.layers.Dense(1, dtype="float32")(keras.layers.Add()(made))
-    model = keras.Model(inputs, outputs)
-    optimizer = scaling.LossScaleOptimizer(keras.optimizers.SGD(1e-3))
-    model.compile(optimizer, "mse", jit_compile=JAX)
-    train(model, monitor := Monitor(), batch_size=24)
-    event = monitor.events[0]
-    found = (event.layer, event.phase, event.verdict)
-    assert found == ("guilty", "backward", "overflow")
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("where", ["x", "y"])
-def test_rows_that_are_not_finite_are_blamed_on_the_data(where, said):
-    layers = [keras.Input((4,)), keras.layers.Dense(1, dtype="mixed_float16")]
-    model = keras.Sequential(layers)
-    model.compile(scaling.LossScaleOptimizer("sgd"), "mse")
-    data = {"x": np.ones((8, 4)), "y": np.ones((8, 1))}
-    data[where][3] = np.nan
-    model.fit(
-        **data, verbose=0, shuffle=False, callbacks=[monitor := Monitor()]
-    )
-    (event,) = monitor.events
-    assert (event.layer, event.verdict) == (where, "not_finite")
-    text = f"`{where}` holds NaN or infinity in 1 of 8 rows (3)"
-    assert any(f"step 0: {where}, forward" in x and text in x for x in said)
 
 
 class Counting(Monitor):

@@ -279,14 +279,6 @@ def test_a_report_of_many_faults_fits_a_screen_and_counts_them():
     assert every.verbose
 
 
-@pytest.mark.parametrize("columns", [70, 120])
-def test_a_report_is_as_wide_as_the_terminal(columns, monkeypatch):
-    report = check.check(small(), *rows(8), loss="mse")
-    monkeypatch.setenv("COLUMNS", str(columns))
-    assert max(map(len, str(report).splitlines())) <= columns
-    assert "first" in str(report)
-
-
 def test_the_page_names_model_date_and_versions(tmp_path):
     model = small()
     report = check.check(model, *rows(8), loss="mse")

@@ -1,6 +1,6 @@
 """Healthy models raise no alarm, before and after 200 steps, and skip none.
 
-`check` was tuned on the first four models, and not on the others.
+`check` was tuned on the first two models, and not on the others.
 """
 
 import functools
@@ -8,10 +8,9 @@ import functools
 import keras
 import numpy as np
 import pytest
-from keras import layers, ops
+from keras import layers
 
 import tfmix
-from tests import helpers
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.policy import policy as policies
 from tfmix.tools.callbacks import numerics_monitor
@@ -56,36 +55,6 @@ def transformer(rng):
     wide = layers.Dense(32, activation="gelu")(hidden)
     hidden = layers.LayerNormalization()(hidden + layers.Dense(16)(wide))
     return classifier(inputs, layers.GlobalAveragePooling1D()(hidden))
-
-
-def lstm(rng):
-    inputs = keras.Input((8, 8))
-    return classifier(inputs, layers.LSTM(16)(inputs))
-
-
-class Sampling(layers.Layer):
-    """Samples a code, and adds the divergence to the loss."""
-
-    def __init__(self, **settings):
-        super().__init__(**settings)
-        self.seed = keras.random.SeedGenerator(1)
-
-    def call(self, inputs):
-        mean, log_variance = ops.split(ops.cast(inputs, "float32"), 2, -1)
-        spread = ops.exp(log_variance) - log_variance - 1.0
-        self.add_loss(5e-3 * ops.mean(ops.square(mean) + spread))
-        noise = keras.random.normal(ops.shape(mean), seed=self.seed)
-        return mean + ops.exp(0.5 * log_variance) * noise
-
-
-def vae(rng):
-    inputs = keras.Input((8, 8))
-    hidden = layers.Dense(32, "relu")(layers.Flatten()(inputs))
-    code = Sampling(dtype="float32")(layers.Dense(8)(hidden))
-    hidden = layers.Dense(64)(layers.Dense(32, "relu")(code))
-    picture = layers.Activation("sigmoid", dtype="float32")(hidden)
-    x, _ = digits()
-    return keras.Model(inputs, layers.Reshape((8, 8))(picture)), x, x, "mse"
 
 
 def pictures(rng, side=16, channels=3):
@@ -160,7 +129,7 @@ def two_outputs(rng):
     return keras.Model([left, right], outputs), x, y, [CROSS_ENTROPY, "mse"]
 
 
-TUNED_ON = (cnn, transformer, lstm, vae)
+TUNED_ON = (cnn, transformer)
 OTHERS = (*(residual_network, text_classifier, u_network, two_outputs),)
 POLICIES = ("mixed_float16", "mixed_bfloat16")
 
@@ -181,9 +150,7 @@ def assert_healthy(model, x, y, loss, policy):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(
-    "build", helpers.quick_are((cnn, transformer, lstm), TUNED_ON)
-)
+@pytest.mark.parametrize("build", TUNED_ON)
 def test_a_new_model_needs_no_rule(build, policy):
     assert_healthy(*made(build, policy), policy)
 

@@ -5,9 +5,7 @@ import numpy as np
 import pytest
 
 from tests import helpers
-from tfmix.tools.callbacks import numerics_monitor
 from tfmix.tools.diagnostics import check
-from tfmix.tools.hardware import advice
 
 
 def rounding(values):
@@ -66,22 +64,6 @@ def test_int8_layers_of_a_float32_model_are_judged():
     assert report.title.endswith("no layer computes in 16 bit")
     assert "create the model under 'mixed_bfloat16'" in report.notes[1]
     assert "No layer computes" not in str(check.check(quantized(), batch()[0]))
-
-
-@pytest.mark.slow
-def test_the_monitor_samples_a_model_that_trains_low_ranks(caplog):
-    model = quantized(lora=2)
-    model.compile("sgd", "mse")
-    monitor = numerics_monitor.NumericsMonitor(every=1)
-    model.fit(*batch(), verbose=0, callbacks=[monitor])
-    assert not [text for text in caplog.messages if "cannot sample" in text]
-    assert {"first", "last"} <= {row.layer for row in monitor.report.rows}
-
-
-@pytest.mark.slow
-def test_products_of_int8_layers_are_counted():
-    rows = advice.advise(quantized(), 8).rows
-    assert {row.layer.split("/")[-1] for row in rows} == {"first", "last"}
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -61,11 +61,6 @@ class Call:
         """Makes the call; inner layers are watched."""
         return self.watched(*self.args, **self.kwargs)
 
-    def proceed_with(self, tensors: Sequence[Any]) -> Any:
-        """Makes the call with other float tensors; inner layers are watched."""
-        args, kwargs = replaced((self.args, self.kwargs), tensors)
-        return self.watched(*args, **kwargs)
-
     def try_with(self, tensors: Sequence[Any]) -> Any:
         """Makes the call with other float tensors, and watches nothing."""
         args, kwargs = replaced((self.args, self.kwargs), tensors)

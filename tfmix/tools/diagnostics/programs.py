@@ -1,4 +1,4 @@
-"""Compiles functions of tensors."""
+"""Runs functions of tensors, compiled where single ops take longer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,16 +37,3 @@ def run(function: Callable[..., Any], *arguments: Any) -> Any:
     with keras.StatelessScope(), np.errstate(over="ignore"):
         lowered = jax.jit(function).lower(*arguments)
     return lowered.compile(_OPTIONS)(*arguments)
-
-
-def compiled(function: Callable[..., Any], xla: bool | None = None) -> Any:
-    """Compiles a function of tensors; JAX always uses XLA."""
-    if keras.backend.backend() == "jax":
-        import jax
-
-        return jax.jit(function)
-    import tensorflow as tf
-
-    return tf.function(
-        function, jit_compile=xla, autograph=False, reduce_retracing=True
-    )

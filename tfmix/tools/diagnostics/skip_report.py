@@ -156,7 +156,7 @@ class SkipWatch(keras.callbacks.Callback):
 
     def _count_rest(self) -> None:
         """Counts the skipped steps of an optimizer that does not (JAX)."""
-        rest = bare_optimizers.uncounted(self.model)
+        rest = bare_optimizers.counter_of_fit(self.model)
         whole = (self.params or {}).get("steps")
         # The last of several steps of one execution may not have been there.
         if rest and (whole or self.model.steps_per_execution == 1):

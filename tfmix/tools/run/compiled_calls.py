@@ -8,7 +8,6 @@ run or are traced.
 import functools
 import threading
 import time
-import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -130,91 +129,17 @@ def _jit(original: Callable) -> Callable:
             # This is the decorator form, `@jax.jit(**settings)`.
             return functools.partial(jit, **settings)
         jitted = original(*functions, **settings)
-        if "out_shardings" in settings:
-            settings["out_shardings"] = settings["out_shardings"], None
-        return Jitted(jitted, original(_with_answers(*functions), **settings))
+
+        @functools.wraps(jitted)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return _called(call, jitted, args, kwargs)
+
+        # `jax.export` recognizes a jitted function by the first two.
+        for name in ("trace", "lower", "eval_shape", "clear_cache"):
+            vars(call)[name] = getattr(jitted, name)
+        return call
 
     return jit
-
-
-def report_later(tell: Callable[[Any], Any], values: Any) -> None:
-    """Hands a function the values of tensors of a compiled function (JAX).
-
-    The outermost compiled function returns them as well, so nothing waits for
-    the host. A body of a loop or a branch cannot return them.
-    """
-    trace, answers = getattr(_asking, "now", _NOTHING)
-    if trace == tracing.trace():
-        answers[len(_tells)] = values
-        _tells.append(tell)
-
-
-# The trace of the compiled function that this thread traces, and its answers.
-_asking = threading.local()
-_NOTHING: tuple[Any, dict[int, Any]] = None, {}
-# The functions that get the answers, by the keys of these.
-_tells: list[Callable[[Any], Any]] = []
-
-
-# JAX compiles a function object once, also if it is given to `jit` again.
-@functools.lru_cache(maxsize=64)
-def _with_answers(function: Callable) -> Callable:
-    @functools.wraps(function)
-    def with_answers(*args: Any, **kwargs: Any) -> tuple[Any, dict]:
-        before = getattr(_asking, "now", _NOTHING)
-        answers: dict[int, Any] = {}
-        _asking.now = tracing.trace(), answers
-        try:
-            outputs = function(*args, **kwargs)
-        finally:
-            _asking.now = before
-        return outputs, answers
-
-    return with_answers
-
-
-class Jitted:
-    """A jitted function that reports its calls, and what it is asked."""
-
-    def __init__(self, jitted: Any, asked: Any) -> None:
-        functools.update_wrapper(self, jitted, updated=())
-        self._jitted, self._asked = jitted, asked
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function, and reports that."""
-        return _called(self, self._call, args, kwargs)
-
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        outputs, answers = self._asked(*args, **kwargs)
-        for key, values in answers.items():
-            # Inside another compiled function the values are not known yet.
-            is_inside = any(map(tracing.is_symbolic, values))
-            (report_later if is_inside else _tell)(_tells[key], values)
-        return outputs
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        if instance is None:
-            return self
-        return types.MethodType(self, instance)
-
-    # `jax.export` recognizes a jitted function by these two methods.
-    def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """Traces the function itself, without answers."""
-        return self._jitted.trace(*args, **kwargs)
-
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """Lowers the function itself, without answers."""
-        return self._jitted.lower(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        # `copy` looks up names before there is a function to ask.
-        if not vars(self):
-            raise AttributeError(name)
-        return getattr(self._jitted, name)
-
-
-def _tell(tell: Callable[[Any], Any], values: Any) -> None:
-    tell(values)
 
 
 def wait(outputs: Any) -> None:

@@ -11,7 +11,7 @@ import sys
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -60,7 +60,7 @@ def begin() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """What is known of a layer of a model that trained."""
+    """What is known of a layer."""
 
     kind: str
     dtype: str  # the compute dtype
@@ -99,7 +99,7 @@ class _Session:
         self._layers: weakref.WeakKeyDictionary[Any, None] = (
             weakref.WeakKeyDictionary()
         )
-        # The layers of the models that trained, by model and place in it.
+        # The layers that were built, by class and path.
         self._found: dict[tuple, _Layer] = {}
         self._steps = steps.Steps(self._before_first, self._after_first)
         self._is_started_here = settings.process == self._process
@@ -225,22 +225,13 @@ class _Session:
             pathlib.Path(self._settings.file).write_text(text, "utf-8")
 
     def _look_at_layers(self) -> None:
-        """Notes the layers of each model that trains, while they exist.
-
-        A model that is built or loaded again has the same names, and counts
-        once.
-        """
-        trained = set(map(id, self._steps.trained()))
-        seen: set[int] = set()
-        for model in _outermost(self._layers, trained):
-            for place, layer in enumerate(layers.flat_layers(model)):
-                is_other = layers.is_structure(layer) or layers.is_input(layer)
-                # A Sequential holds its layers in a graph, too.
-                if id(layer) in seen or is_other or not layer.built:
-                    continue
-                seen.add(id(layer))
+        """Notes the layers that are built, while they exist."""
+        for layer in list(self._layers):
+            if layers.is_structure(layer) or layers.is_input(layer):
+                continue
+            if layer.built:
                 kind, why = type(layer).__name__, fallback.reason(layer)
-                self._found[model.name, place, kind, layer.name] = _Layer(
+                self._found[kind, layers.path_of(layer)] = _Layer(
                     kind=kind,
                     dtype=layer.compute_dtype,
                     has_weights=bool(layer.weights),
@@ -339,22 +330,6 @@ class _Session:
             return self._by_script[name], "the script asks for it itself"
         why = f"'auto', {suited_policy(devices())[1]}"
         return policies.Policy(asked), why if asked == "auto" else "asked for"
-
-
-def _outermost(known: Iterable[Any], trained: set[int]) -> list[keras.Layer]:
-    """Returns the layers that hold trained variables and are in no other."""
-    holders = [
-        layer
-        for layer in list(known)
-        if any(id(v) in trained for v in layer.trainable_variables)
-    ]
-    inner = {
-        id(part)
-        for layer in holders
-        for part in layers.flat_layers(layer)
-        if part is not layer
-    }
-    return [layer for layer in holders if id(layer) not in inner]
 
 
 def _name(policy: keras.DTypePolicy) -> str:

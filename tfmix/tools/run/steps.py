@@ -58,28 +58,35 @@ class Counter:
         if self._skips is None and optimizer is not None:
             self._skips = _skips(optimizer)
 
-    def trained(self) -> list[keras.Variable]:
-        """Returns the variables of the optimizer, [] if it is gone."""
-        optimizer = self._optimizer()
-        return [] if optimizer is None else optimizers.remembered(optimizer)
-
     def applied(self) -> int:
         """Returns how often step functions applied it, with skipped steps."""
-        now = keras_variables.value_outside(self._iterations)
-        if now is None or self._start is None:
+        now = self._now()
+        if now is None:
             return self.calls
-        counted = int(now - self._start) + (self.skipped() or 0) - self.eager
+        counted = now + (self.skipped() or 0) - self.eager
         # A function that JAX compiles may not write its count back.
         return max(counted, self.calls) if _ON_JAX else counted
 
+    def _now(self) -> int | None:
+        """Returns the count of applied steps, None if it cannot be read."""
+        now, start = (
+            keras_variables.value_outside(self._iterations),
+            self._start,
+        )
+        return None if now is None or start is None else int(now - start)
+
     def skipped(self) -> int | None:
         """Returns the number of skipped steps, None if nothing counts them."""
-        if self._skips is None:
+        skipped = self._skips
+        if isinstance(skipped, keras.Variable):
+            skipped = keras_variables.value_outside(skipped)
+        elif skipped is not None:
+            skipped = skipped.skipped_steps
+        # A loop under JAX that writes nothing back has a count of its own.
+        is_unwritten = _ON_JAX and self.calls and not self._now()
+        if skipped is None or (is_unwritten and not skipped):
             return None
-        if not isinstance(self._skips, keras.Variable):
-            return int(self._skips.skipped_steps)
-        skipped = keras_variables.value_outside(self._skips)
-        return None if skipped is None else int(skipped)
+        return int(skipped)
 
 
 def _skips(optimizer: keras.optimizers.Optimizer) -> Any:
@@ -260,7 +267,6 @@ class Steps:
     def watch(self) -> None:
         """Watches every step from now on."""
         compiled_calls.listen(self._called)
-        bare_optimizers.set_sink(compiled_calls.report_later)
         places = {
             (owner, "apply"): self._applying for owner in optimizers.appliers()
         }
@@ -289,10 +295,6 @@ class Steps:
 
     def _shared(self) -> list[set[Counter]]:
         return [group.counters for group in self.groups if group.counters]
-
-    def trained(self) -> list[keras.Variable]:
-        """Returns the variables of all optimizers that still exist."""
-        return [v for counter in self._every for v in counter.trained()]
 
     def longest(self) -> Group | None:
         """Returns the group with the most timed steps."""

@@ -15,17 +15,13 @@ def test_it_is_copied_and_is_a_method_as_under_jax(copied):
     import jax
 
     def double(_, x):
-        compiled_calls.report_later(told.append, (x + 1,))
         return 2 * x
 
-    told = []
     jit = compiled_calls._jit(jax.jit)
 
     class Model:
         twice = copied(jit(double, static_argnums=0))
 
     assert Model().twice(np.ones(2)).tolist() == [2, 2]
-    ((answer,),) = told
-    assert answer.tolist() == [2, 2]
     if copied is not copy.deepcopy:  # JAX cannot lower one of its own
         assert Model().twice.lower(None, np.ones(2)).as_text()
