@@ -25,7 +25,6 @@ from tfmix import _formats
 from tfmix._keras import (
     context_values,
     global_state,
-    layers,
     op_places,
     tapes,
     tracing,
@@ -53,7 +52,7 @@ _PLAIN = frozenset((str, bool, type(None), type(...), slice))
 _ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 _block = context_values.block.get
 # A variable carries this: the function that multiplies by it.
-_CHOSEN = "_tfmix_chosen_product"
+CHOSEN = "_tfmix_chosen_product"
 
 # Takes a 16-bit tensor, the float32 weight and the contraction; returns the
 # product in the dtype of the tensor, or `None` if it does not support that.
@@ -61,21 +60,6 @@ Multiply = Callable[[Any, Any, contraction.Contraction], Any]
 
 # The note on a tensor that code of a user has cast to 16 bit.
 _ANGLE = "_tfmix_angle"
-_WITH_WEIGHT = (
-    contraction.OPS
-    | op_lists.CONVOLUTIONS
-    | {
-        *("add", "subtract", "multiply"),
-    }
-)
-
-
-def choose(variable: keras.Variable, multiply: Multiply | None) -> None:
-    """Sets the function that computes products with this variable.
-
-    `None` removes it.
-    """
-    layers.put(variable, _CHOSEN, multiply)
 
 
 class _Local(threading.local):
@@ -208,7 +192,7 @@ class Call:
                 name = id(value)
                 if name not in self.read:
                     self.read[name] = keras_variables.read_by_layer(value)
-                    self.multiply = getattr(value, _CHOSEN, self.multiply)
+                    self.multiply = getattr(value, CHOSEN, self.multiply)
                 value = self.read[name]
         else:
             own = getattr(value, "dtype", None)
@@ -528,13 +512,16 @@ def with_weights(call: Call) -> Any:
     name, place = call.op.name, call.weight_at()
     if name in op_lists.JOINS:
         return call.plain()
-    if place is None or _block().in_map:
+    axes = call.axes or _axes(call)
+    is_filter = name in op_lists.CONVOLUTIONS and place == 1
+    is_known = is_filter or axes or name in ("add", "subtract", "multiply")
+    if place is None or not is_known or _block().in_map:
         return rounded(call)
     is_asked = tapes.may_be_asked()
     if call.multiply is None and not is_asked:
         return call.plain()
     copy, inputs = call.tensors[place], call.tensors[1 - place]
-    noted, axes = call.copies[place], call.axes or _axes(call)
+    noted = call.copies[place]
     weight = noted and noted.source
     if call.multiply is not None and axes is not None:
         result = call.multiply(inputs, weight, axes)
@@ -543,16 +530,14 @@ def with_weights(call: Call) -> Any:
     if not is_asked:
         return call.plain()
     factors = call.of_two(inputs, copy), inputs, weight, copy
-    if name in ("add", "subtract"):
-        sign = -1 if name == "subtract" and place == 1 else 1
-        return products.added(*factors, sign)
-    if name in op_lists.CONVOLUTIONS and place == 1:
+    if axes is not None:
+        return products.contracted(*factors, axes)
+    if is_filter:
         return products.convolved(*factors, _positions(call))
     if name == "multiply":
         return products.multiplied(*factors)
-    if axes is not None:
-        return products.contracted(*factors, axes)
-    return rounded(call)
+    sign = -1 if name == "subtract" and place == 1 else 1
+    return products.added(*factors, sign)
 
 
 def _axes(call: Call) -> contraction.Contraction | None:
