@@ -39,6 +39,12 @@ ASSIGN = (backend_variables.Variable, "assign")
 _READS = frozenset(
     "ReadVariableOp ResourceGather VarIsInitializedOp VariableShape".split()
 )
+# Methods of `tf.Variable`, with what they assign.
+_ASSIGNMENTS: dict[str, Callable[[Any, Any], Any]] = {
+    "assign": lambda old, new: new,
+    "assign_add": operator.add,
+    "assign_sub": operator.sub,
+}
 
 
 def is_narrow(tensor: Any) -> bool:
@@ -141,9 +147,17 @@ def selecting(condition: Any, variables: Sequence) -> Iterator[None]:
         outer.state_mapping.update(scope.state_mapping)
         return
     before = [(variable, read(variable)) for variable in variables]
-    yield
+    watched = not tf.distribute.has_strategy() and _has_captures()
+    with contextlib.ExitStack() as undo:
+        selections = [
+            _Selection(condition, backend_variable(variable), undo)
+            for variable in (variables if watched else [])
+        ]
+        yield
+    complete = {id(s.variable) for s in selections if s.is_complete()}
     for variable, old in before:
-        if may_differ(variable, old):
+        is_done = id(backend_variable(variable)) in complete
+        if not is_done and may_differ(variable, old):
             variable.assign(kernels.select(condition, read(variable), old))
 
 
@@ -151,8 +165,8 @@ class _Selecting(keras.StatelessScope):
     """Selects the old or the new value in each assignment.
 
     Later assignments of the block then read the selected value. If only its end
-    selected, a step would take one and a half times as long on a CPU, where XLA
-    would make a second copy of optimizer state.
+    selected, XLA would need a second copy of optimizer state on a CPU, because
+    the weights' update reads the new state.
     """
 
     def __init__(self, condition: Any, variables: Iterable, outer: Any) -> None:
@@ -168,6 +182,45 @@ class _Selecting(keras.StatelessScope):
         if id(variable) in self.chosen and new is not old:
             new = kernels.select(self.condition, new, old)
         super().add_update((variable, new))
+
+
+class _Selection:
+    """Selects the old or the new value in assignments to a `tf.Variable`.
+
+    It does not in assignments of rows, nor in a branch or a loop.
+    """
+
+    def __init__(
+        self, condition: Any, variable: Any, undo: contextlib.ExitStack
+    ) -> None:
+        self.condition, self.variable = condition, variable
+        self.graph = tf.compat.v1.get_default_graph()
+        self.writes = _count_writes(variable)
+        self.original = variable.assign
+        for name, operation in _ASSIGNMENTS.items():
+            original = getattr(variable, name)
+            assign = functools.partial(self._assign, original, operation)
+            replacing.swap(undo, variable, name, assign)
+
+    def is_complete(self) -> bool:
+        """Returns whether all assignments were selected."""
+        return self.writes == _count_writes(self.variable)
+
+    def _assign(
+        self,
+        original: Callable,
+        operation: Callable,
+        value: Any,
+        *args: Any,
+        **settings: Any,
+    ) -> Any:
+        if tf.compat.v1.get_default_graph() is not self.graph:
+            return original(value, *args, **settings)
+        old = self.variable.value()
+        new = operation(old, tf.convert_to_tensor(value, old.dtype))
+        self.writes += 1
+        new = kernels.select(self.condition, new, old)
+        return self.original(new, *args, **settings)
 
 
 def assign_all(variables: Variables, values: Sequence) -> None:
