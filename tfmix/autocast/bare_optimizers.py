@@ -71,14 +71,14 @@ class Skips(state.Counts):
             files.save_with(optimizer, self.variables)
 
     def count(
-        self, applied: Any, bad: Any, grads: Sequence, to: Sequence
+        self, applied: Any, bad: Any, _: Sequence, grads: Sequence, to: Sequence
     ) -> None:
         """Counts a step.
 
         Args:
             applied: Bool or boolean scalar tensor, whether it was applied.
             bad: Boolean vector, the variables with a gradient not finite.
-            grads: The gradients, summed over replicas, in float32.
+            grads: The gradients, summed over replicas.
             to: The variable of each.
         """
         if not (_ON_TENSORFLOW or isinstance(applied, bool)):

@@ -602,9 +602,9 @@ class LossScaleOptimizer(
             scale = self._state.scale_by(keras_variables.reader())
         current = rule.current(scale)
 
-        def count(applied: Any, bad: Any, true: list) -> None:
+        def count(applied: Any, bad: Any, true: list, summed: list) -> None:
             def is_data() -> Any:
-                each = gradients.without_values(true, variables)
+                each = gradients.without_values(summed, variables)
                 return self._is_bad_data(each, unscaled)
 
             self._state.count(applied, bad, variables, is_data)
@@ -620,6 +620,7 @@ class LossScaleOptimizer(
             counters=[*self.variables, *placing.variables_of(variables)],
             count=count,
             unscale=gradients.in_float32 if unscaled else by_scale,
+            checks_unscaled=rule.may_enlarge and not unscaled,
         )
         # The flag is read from the counter. For a separate boolean, XLA would
         # count in another kernel.

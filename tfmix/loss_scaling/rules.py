@@ -40,7 +40,7 @@ class LossScale(abc.ABC):
       It has to work on tensors inside a compiled step (`keras.ops.where`
       instead of `if`).
     - `current(state)` is finite and positive for any state, and never below
-      `lowest_scale`, which is 0.0.
+      `lowest_scale` (0.0; from 1 on, XLA's check is cheaper).
 
     Examples:
         >>> class Halving(LossScale):
@@ -58,6 +58,14 @@ class LossScale(abc.ABC):
     def lowest_scale(self) -> float:
         """A lower bound of the scale."""
         return 0.0
+
+    @property
+    def may_enlarge(self) -> bool:
+        """Whether dividing by the scale may produce infinity.
+
+        If not, gradients can be checked before they are divided.
+        """
+        return self.lowest_scale < 1.0
 
     @abc.abstractmethod
     def init(self) -> Any:

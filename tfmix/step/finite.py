@@ -125,8 +125,9 @@ def apply_step(
     *,
     assigned: Sequence,
     counters: Sequence,
-    count: Callable[[Any, Any, list], None],
+    count: Callable[[Any, Any, list, list], None],
     unscale: Callable[[Sequence, Sequence], list] = gradients.in_float32,
+    checks_unscaled: bool = False,
 ) -> Any:
     """Sums gradients over replicas, checks them, and updates or skips.
 
@@ -140,9 +141,11 @@ def apply_step(
         assigned: All variables that `update` may assign to.
         counters: The variables that `count` may assign to besides.
         count: Gets whether the step was applied, a flag for each variable of
-            the optimizer whose gradient was not finite, and the unscaled
-            gradients.
+            the optimizer whose gradient was not finite, the unscaled gradients,
+            and the summed ones.
         unscale: Turns summed gradients into unscaled float32 ones.
+        checks_unscaled: Whether unscaled gradients may be infinite where the
+            summed ones are not.
 
     Returns:
         Whether the step was applied: a bool, or a boolean scalar tensor.
@@ -156,13 +159,14 @@ def apply_step(
     ):
         unscaled = unscale(summed, variables)
         local = [*map(keras_variables.local, variables)]
+        checked = gradients.narrow_if_dense(summed, unscaled)
         applied, bad = apply_if_finite(
-            unscaled,
+            unscaled if checks_unscaled else checked,
             functools.partial(update, unscaled, local),
             assigned,
         )
         bad = by_variable(bad, optimizer, variables)
-        count(applied, bad, unscaled)
+        count(applied, bad, unscaled, summed)
     return applied
 
 
