@@ -14,8 +14,8 @@ from tfmix._keras import tracing
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 
-    # `tfmix` replaces them in that module.
-    _tensorflow_cast, _where = tf.cast, tf.where
+    # `tfmix` replaces it in that module.
+    _where = tf.where
 else:
     import jax
     import jax.extend.core
@@ -47,18 +47,6 @@ def bitcast(tensor: Any, dtype: str) -> Any:
         return tf.raw_ops.Bitcast(input=tensor, type=tf.as_dtype(dtype))
     tensor = keras.ops.convert_to_tensor(tensor)
     return jax.lax.bitcast_convert_type(tensor, dtype)
-
-
-def cast(tensor: Any, dtype: str) -> Any:
-    """Casts a tensor by the backend's own function, replaced or not."""
-    if keras.backend.backend() == "jax":
-        return jax.numpy.asarray(tensor, dtype)
-    if isinstance(tensor, tf.Tensor):
-        # `tf.cast` takes twice as long in eager mode.
-        wanted = tf.as_dtype(dtype)
-        is_same = tensor.dtype == wanted
-        return tensor if is_same else tf.raw_ops.Cast(x=tensor, DstT=wanted)
-    return _tensorflow_cast(tensor, dtype)
 
 
 def product_in_float32(

@@ -76,7 +76,7 @@ def restore(model: keras.Model, before: Mapping[keras.Layer, str]) -> None:
 def _mark(layer: keras.Layer, reason: str | None) -> None:
     layers.mark(layer, float8=reason)
     multiply = product.contracted if reason == "" else None
-    apply.choose(layers.kernel_of(layer), multiply)
+    layers.put(layers.kernel_of(layer), apply.CHOSEN, multiply)
 
 
 def why_not(layer: keras.Layer) -> str | None:
