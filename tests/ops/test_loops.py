@@ -58,6 +58,26 @@ def by_associative_scan(x):
     return ops.associative_scan(ops.add, x[:, :, 0] + 0.1, axis=1)[:, -1]
 
 
+def by_scan_of_jax(x):
+    import jax
+
+    steps = ops.transpose(x, [1, 0, 2])
+    last, _ = jax.lax.scan(
+        lambda scores, step: (next_scores(scores, step), None),
+        steps[0],
+        steps[1:],
+    )
+    return ops.logsumexp(last, 1)
+
+
+def by_fori_loop_of_jax(x):
+    import jax
+
+    return jax.lax.fori_loop(
+        0, 1000, lambda n, y: y + ops.ones_like(y) * 1e-3, x[:, 0, 0] + 1
+    )
+
+
 RUNNING = {
     by_scan: STEPS * np.log(5),
     by_fori_loop: STEPS * np.log(5),
@@ -65,6 +85,8 @@ RUNNING = {
     by_while_loop: 2.0,
     by_associative_scan: 100.0,
 }
+if helpers.ON_JAX:
+    RUNNING |= {by_scan_of_jax: STEPS * np.log(5), by_fori_loop_of_jax: 2.0}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -138,17 +160,3 @@ def test_a_carry_is_float32_and_an_integer_stays_one(mode):
     # Keras's TensorFlow collects what a step returns in the carry's dtype.
     result = "float16" if helpers.ON_JAX else "float32"
     assert dtypes == ["int32", "float32", "float32", result]
-
-
-@helpers.requires_backend("tensorflow")
-@pytest.mark.parametrize("policy", POLICIES)
-def test_what_tensorflows_vectorized_map_multiplies_by_gets_its_gradient(
-    policy,
-):
-    import tensorflow as tf
-
-    def mapped(x, w):
-        return tf.vectorized_map(lambda row: row * w, x)
-
-    ones = np.ones((8, 4), "float32")
-    against_float32.check(mapped, ones, ones[0], policy)

@@ -122,6 +122,8 @@ def noted_scope(scope: Any) -> Callable[[], None]:
     return restore
 
 
+# Losses and metrics of Keras read these attributes of a tensor.
+LOGITS, MASK = "_keras_logits", "_keras_mask"
 # TensorFlow's tensors hold their attributes themselves; Keras keeps those of
 # JAX's arrays.
 get_attribute: Callable[[Any, str], Any] = tensor_attributes.get_tensor_attr

@@ -114,7 +114,12 @@ else:
     from jax._src.array import ArrayImpl
 
     _TENSORS = (ArrayImpl, jax.core.Tracer)
-    _FUNCTIONS = {(jax.numpy, "where"): "where"}
+    _FUNCTIONS = {
+        (jax.numpy, "where"): "where",
+        # Their carries may become float32 in a step.
+        (jax.lax, "scan"): "scan",
+        (jax.lax, "fori_loop"): "fori_loop",
+    }
 
 # Each place of an operator, or of a function beside these, with the op that it
 # computes and whether its factors are in reverse.

@@ -52,10 +52,9 @@ class _Shared:
     def told(self, token: Any, arrays: Sequence) -> Any:
         """Returns the token of a second derivative that enters."""
         known = self.second()
-        live = (x for x in arrays if not isinstance(x, ad.Zero))
-        traces = {getattr(x, "_trace", None) for x in live}
+        live = [x for x in arrays if not isinstance(x, ad.Zero)]
         is_known = known is not None and isinstance(token, ad.Zero)
-        if not is_known or getattr(known, "_trace", None) not in traces:
+        if not is_known or not tracing.has_trace_of(known, live):
             return token
         return jnp.broadcast_to(known.reshape(-1, 2)[0], token.aval.shape)
 

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmix._keras import context_values, kernels, tapes, tracing
+from tfmix._keras import context_values, tapes, tracing
 from tfmix.gradient_scaling import power
-from tfmix.ops import tensorflow_products
+from tfmix.ops import tensorflow_products, tensors
 from tfmix.step import gradients as unscaled_gradients
 
 # The product of this and a dtype's largest number overflows.
@@ -307,8 +307,8 @@ def _may_join(tensor: Any, factor: Any) -> bool:
 def _saying_why(down: Any, tensor: Any, lost: Callable) -> Any:
     """Divides a gradient; what overflowed inside becomes infinite."""
     real = tf.math.real(tensor) if tensor.dtype.is_complex else tensor
-    wide = kernels.cast(tensor, tf.float32) if _is_small(tensor) else tensor
-    down = kernels.cast(down, wide.dtype)
+    wide = tensors.cast(tensor, tf.float32) if _is_small(tensor) else tensor
+    down = tensors.cast(down, wide.dtype)
     fine, select = tf.raw_ops.IsFinite(x=real), tf.raw_ops.SelectV2
     largest, by = lost(wide.dtype)
     if by is None:
@@ -318,7 +318,7 @@ def _saying_why(down: Any, tensor: Any, lost: Callable) -> Any:
         finite = select(condition=fine, t=wide, e=largest)
         factor = select(condition=fine, t=down, e=by)
         result = tf.raw_ops.Mul(x=finite, y=factor)
-    return kernels.cast(result, tensor.dtype)
+    return tensors.cast(result, tensor.dtype)
 
 
 def _lost(down: Any, dtype: tf.DType) -> tuple[Any, Any]:
@@ -329,9 +329,9 @@ def _lost(down: Any, dtype: tf.DType) -> tuple[Any, Any]:
     if tracing.by_xla():
         # XLA joins one selection with other kernels. Nothing that looks for
         # infinities looks into its program.
-        return kernels.cast(tf.raw_ops.AddV2(x=down, y=math.inf), dtype), None
+        return tensors.cast(tf.raw_ops.AddV2(x=down, y=math.inf), dtype), None
     large = tf.raw_ops.AddV2(x=tf.raw_ops.Sub(x=down, y=down), y=_LARGE)
-    return tf.constant(dtype.real_dtype.max, dtype), kernels.cast(large, dtype)
+    return tf.constant(dtype.real_dtype.max, dtype), tensors.cast(large, dtype)
 
 
 def _times(factor: Any, tensor: Any) -> Any:
@@ -339,8 +339,8 @@ def _times(factor: Any, tensor: Any) -> Any:
     if tensor.dtype == tf.float32:
         # It is quick to trace, for hundreds of gradients.
         return tf.raw_ops.Mul(x=tensor, y=factor)
-    wide = kernels.cast(tensor, tf.float32) if _is_small(tensor) else tensor
-    return kernels.cast(wide * kernels.cast(factor, wide.dtype), tensor.dtype)
+    wide = tensors.cast(tensor, tf.float32) if _is_small(tensor) else tensor
+    return tensors.cast(wide * tensors.cast(factor, wide.dtype), tensor.dtype)
 
 
 def _is_small(tensor: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import keras
 
 from tfmix._keras import kernels
+from tfmix.ops import tensors
 
 # These are quick in eager mode.
 ops: Any
@@ -75,7 +76,7 @@ def of(
         >>> float(of([keras.ops.array([0.0, -3e-6])], [], 1.0).up) * 3e-6
         1.572864
     """
-    sizes = [kernels.cast(ops.abs(x), "float32") for x in (*gradients, *losses)]
+    sizes = [tensors.cast(ops.abs(x), "float32") for x in (*gradients, *losses)]
     total = functools.reduce(ops.add, map(ops.sum, sizes))
     # There may be no rows.
     each = [ops.max(size, initial=0.0) for size in sizes[: len(gradients)]]

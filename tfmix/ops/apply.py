@@ -25,8 +25,6 @@ from tfmix import _formats
 from tfmix._keras import (
     context_values,
     global_state,
-    kernels,
-    layers,
     op_places,
     tapes,
     tracing,
@@ -54,57 +52,14 @@ _PLAIN = frozenset((str, bool, type(None), type(...), slice))
 _ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 _block = context_values.block.get
 # A variable carries this: the function that multiplies by it.
-_CHOSEN = "_tfmix_chosen_product"
+CHOSEN = "_tfmix_chosen_product"
 
 # Takes a 16-bit tensor, the float32 weight and the contraction; returns the
 # product in the dtype of the tensor, or `None` if it does not support that.
 Multiply = Callable[[Any, Any, contraction.Contraction], Any]
 
-# A number beside a tensor is a value. Elsewhere it is a size, an axis, or a
-# setting.
-_TAKES_VALUES = frozenset(
-    (
-        *("add", "subtract", "multiply", "divide", "true_divide", "mod"),
-        *("maximum", "minimum", "clip", "where", "floor_divide", "fmod"),
-        *("array", "full", "full_like", "cast", "convert_to_tensor"),
-    )
-)
-# These place tensors beside each other. The gradient of one is a part of the
-# result's.
-_JOINS = frozenset(
-    ("concatenate", "stack", "append", "hstack", "vstack", "dstack")
-)
-_QUOTIENTS = frozenset(("divide", "true_divide"))
-# Ids, times and raw features lose digits in a cast, which show after these.
-_ARITHMETIC = frozenset(
-    (
-        *("add", "subtract", "multiply", "divide", "mod", "floor_divide"),
-        *("fmod", "floor", "ceil", "round", "trunc", "equal", "not_equal"),
-        *("less", "less_equal", "greater", "greater_equal"),
-    )
-)
-# The gradient of a weight in these is formed in float32 (`products`).
-_CONVOLUTIONS = frozenset(("conv", "depthwise_conv", "conv_transpose"))
-_WITH_WEIGHT = _CONVOLUTIONS | contraction.OPS | {"add", "subtract", "multiply"}
-# An angle is rounded by a multiple of a turn where it is large. So these take
-# what code of a user has cast to 16 bit, which this note holds.
-_OF_ANGLES, _ANGLE = frozenset(("cos", "sin", "tan")), "_tfmix_angle"
-# What they return of an input that was only cast is such an input again.
-_MOVES = frozenset(
-    (
-        *("get_item", "slice", "take", "split", "unstack", "squeeze"),
-        *("reshape", "expand_dims", "ravel", "transpose", "swapaxes"),
-        *("moveaxis", "flip"),
-    )
-)
-
-
-def choose(variable: keras.Variable, multiply: Multiply | None) -> None:
-    """Sets the function that computes products with this variable.
-
-    `None` removes it.
-    """
-    layers.put(variable, _CHOSEN, multiply)
+# The note on a tensor that code of a user has cast to 16 bit.
+_ANGLE = "_tfmix_angle"
 
 
 class _Local(threading.local):
@@ -178,6 +133,7 @@ class Call:
         numbers: The numbers among the arguments.
         multiply: What a variable's products are computed by, if that is chosen.
         read: The values of variables, by their `id`s.
+        axes: The axes of a product of two matrices, if they were asked for.
         wide: The other float tensors.
     """
 
@@ -197,6 +153,7 @@ class Call:
         self.numbers: list[Any] = []
         self.wide: list[Any] = []
         self.read: dict[int, Any] = {}
+        self.axes: contraction.Contraction | None = None
         self.multiply: Multiply | None = None
         self.args = tuple([self._see(value, True) for value in self.args])
         if self.kwargs:
@@ -235,7 +192,7 @@ class Call:
                 name = id(value)
                 if name not in self.read:
                     self.read[name] = keras_variables.read_by_layer(value)
-                    self.multiply = getattr(value, _CHOSEN, self.multiply)
+                    self.multiply = getattr(value, CHOSEN, self.multiply)
                 value = self.read[name]
         else:
             own = getattr(value, "dtype", None)
@@ -384,15 +341,13 @@ def noting_weights(original: Callable) -> Callable:
         if (
             self.dtype not in _formats.SIXTEEN_BIT
             or tensors.known_dtype(kind, value.dtype) != "float32"
-            or not context_values.active_rules()
             # Copies of symbols get no notes, so that ops leave them to Keras.
             or global_state.on_shapes_only()
         ):
             return original(self, value)
         # The variable is read once, as the tensor that is then copied.
-        weight = keras_variables.read(value)
-        copy = kernels.cast(weight, self.dtype)
-        return tensors.weight_copy(weight, copy)
+        weight = value.value() if hasattr(value, "read_value") else value
+        return tensors.weight_copy(weight, tensors.cast(weight, self.dtype))
 
     return maybe_cast
 
@@ -409,7 +364,7 @@ def decide(call: Call) -> Any:
         return _made(call)
     if call.is_sparse:
         return call.plain()
-    if call.op.name in _QUOTIENTS and _divides_by_number(call):
+    if call.op.name in op_lists.QUOTIENTS and _divides_by_number(call):
         # It is a product with the reciprocal.
         call.is_ruled = False
     if call.weights == len(call.tensors) and not call.has_wide:
@@ -423,16 +378,16 @@ def decide(call: Call) -> Any:
         return _product(call)
     if call.has_wide:
         return call.in_float32()
-    if name in _OF_ANGLES:
+    if name in op_lists.OF_ANGLES:
         angle = tensors.note(call.tensors[0], _ANGLE)
         if angle is not None:
             return tensors.rounded(call.op.run((angle,), {}), call.dtype)
-    if call.inputs and name in _MOVES:
+    if call.inputs and name in op_lists.MOVES:
         return _moved(call)
     if call.weights:
         return with_weights(call)
-    if (place := _often_repeated(call)) is not None:
-        return _with_repeated(call, place)
+    if _is_often_repeated(call):
+        return rounded(call)
     return call.plain()
 
 
@@ -448,9 +403,9 @@ def _is_wide(call: Call) -> bool:
         # A square leaves float16's range, and other products need not.
         if call.tensors[0] is call.tensors[1]:
             return True
-    if name in _TAKES_VALUES and _is_unfit(call.numbers, call.dtype):
+    if name in op_lists.TAKES_VALUES and _is_unfit(call.numbers, call.dtype):
         return True
-    return call.inputs == count and name in _ARITHMETIC
+    return call.inputs == count and name in op_lists.ARITHMETIC
 
 
 def cast(call: Call) -> Any:
@@ -514,7 +469,7 @@ def _of_weights(call: Call) -> Any:
     )
     is_wide = is_wide or _is_wide(call)
     dtype = call.wanted() or ("float32" if is_wide else call.dtype)
-    if call.op.name in _MOVES and tracing.in_graph_without_xla():
+    if call.op.name in op_lists.MOVES and tracing.in_graph_without_xla():
         # One cast for each weight, not for each of its parts.
         return keras.tree.map_structure(
             tensors.weight_copy, call.in_float32(), call.plain()
@@ -555,15 +510,18 @@ def with_weights(call: Call) -> Any:
     if call.wide:
         _narrow(call)
     name, place = call.op.name, call.weight_at()
-    if name in _JOINS:
+    if name in op_lists.JOINS:
         return call.plain()
-    if place is None or _block().in_map:
+    axes = call.axes or _axes(call)
+    is_filter = name in op_lists.CONVOLUTIONS and place == 1
+    is_known = is_filter or axes or name in ("add", "subtract", "multiply")
+    if place is None or not is_known or _block().in_map:
         return rounded(call)
     is_asked = tapes.may_be_asked()
     if call.multiply is None and not is_asked:
         return call.plain()
     copy, inputs = call.tensors[place], call.tensors[1 - place]
-    noted, axes = call.copies[place], _axes(call, place)
+    noted = call.copies[place]
     weight = noted and noted.source
     if call.multiply is not None and axes is not None:
         result = call.multiply(inputs, weight, axes)
@@ -572,26 +530,24 @@ def with_weights(call: Call) -> Any:
     if not is_asked:
         return call.plain()
     factors = call.of_two(inputs, copy), inputs, weight, copy
-    if name in ("add", "subtract"):
-        sign = -1 if name == "subtract" and place == 1 else 1
-        return products.added(*factors, sign)
-    if name in _CONVOLUTIONS and place == 1:
+    if axes is not None:
+        return products.contracted(*factors, axes)
+    if is_filter:
         return products.convolved(*factors, _positions(call))
     if name == "multiply":
         return products.multiplied(*factors)
-    if axes is not None:
-        return products.contracted(*factors, axes)
-    return rounded(call)
+    sign = -1 if name == "subtract" and place == 1 else 1
+    return products.added(*factors, sign)
 
 
-def _axes(call: Call, weight_at: int) -> contraction.Contraction | None:
+def _axes(call: Call) -> contraction.Contraction | None:
     """Returns the axes of a product of two matrices, else `None`."""
     if call.op.name not in contraction.OPS or len(call.tensors) != 2:
         return None
     if None in map(_rank, call.tensors):
         return None
     shapes = [tuple(tensor.shape) for tensor in call.tensors]
-    args, kwargs = call.args, call.kwargs
+    args, kwargs, weight_at = call.args, call.kwargs, call.weight_at() != 0
     return contraction.of_op(call.op.name, args, kwargs, shapes, weight_at)
 
 
@@ -625,17 +581,6 @@ def _moved(call: Call) -> Any:
     return tensors.map_leaves(call.in_float32(), noted)
 
 
-def _with_repeated(call: Call, place: int) -> Any:
-    """Computes with a tensor for many rows, whose gradient sums over these."""
-    repeated = call.tensors[place]
-    if call.op.name not in _WITH_WEIGHT or len(call.tensors) != 2:
-        return rounded(call)
-    weight = tensors.to_float32(repeated)
-    copy = tensors.weight_copy(weight, tensors.narrow(weight, call.dtype))
-    call.change(lambda x: copy if x is repeated else x)
-    return with_weights(call)
-
-
 def _made(call: Call) -> Any:
     """Computes an op without 16-bit tensors, which may make one of a number.
 
@@ -643,7 +588,7 @@ def _made(call: Call) -> Any:
     """
     name, dtype = call.op.name, call.wanted()
     if dtype in _formats.SIXTEEN_BIT and (
-        (name in _TAKES_VALUES and _is_unfit(call.numbers, dtype))
+        (name in op_lists.TAKES_VALUES and _is_unfit(call.numbers, dtype))
         or (name == "arange" and _counts_beyond(call, dtype))
     ):
         return call.in_float32()
@@ -681,7 +626,7 @@ def _sums_numbers(call: Call) -> bool:
         alone = {x for x in before if x.isalpha() and before.count(x) == 1}
         if after and alone - {*after}:
             return True
-    axes = _axes(call, 1)
+    call.axes = axes = _axes(call)
     return axes is not None and not (axes.free or axes.new)
 
 
@@ -691,18 +636,22 @@ def _rank(tensor: Any) -> int | None:
     return None if getattr(shape, "rank", 0) is None else len(shape)
 
 
-def _often_repeated(call: Call) -> int | None:
-    """Returns which 16-bit tensor an op repeats for many rows."""
-    if len(call.tensors) < 2 or call.op.name in _JOINS:
-        return None
+def _is_often_repeated(call: Call) -> bool:
+    """Returns whether the gradient of a 16-bit tensor is a 16-bit sum of many.
+
+    TensorFlow's kernels of a CPU sum in 16 bit. XLA and GPUs round the sum.
+    """
+    count, name = len(call.tensors), call.op.name
+    if count < 2 or name in op_lists.JOINS:
+        return False
     if any(_rank(x) is None for x in call.tensors):
-        return None
+        return False
     sizes = [size(x.shape) for x in call.tensors]
     if not is_often(min(sizes), max(sizes)):
-        return None
-    is_bias = call.op.name in ("add", "subtract") and len(sizes) == 2
-    sums_in_16_bit = _sums_in_16_bit(call) if _ON_TENSORFLOW else is_bias
-    return sizes.index(min(sizes)) if sums_in_16_bit else None
+        return False
+    if not _ON_TENSORFLOW:
+        return name in ("add", "subtract") and count == 2
+    return not (tracing.by_xla() or tracing.for_gpu(call.tensors[0]))
 
 
 def size(shape: Any) -> int:
@@ -713,11 +662,3 @@ def size(shape: Any) -> int:
 def is_often(few: int, many: int) -> bool:
     """Returns whether 16 bit loses digits of sums over `many / few` terms."""
     return many > _FEW * few
-
-
-def _sums_in_16_bit(call: Call) -> bool:
-    """Returns whether the gradient of a repeated tensor is a 16-bit sum.
-
-    TensorFlow's kernels of a CPU sum in 16 bit. XLA and GPUs round the sum.
-    """
-    return not (tracing.by_xla() or tracing.for_gpu(call.tensors[0]))

@@ -111,9 +111,29 @@ def added(
     the rounded values is then one of float32 numbers.
     """
     del copy, sign
-    shape = jnp.broadcast_shapes(inputs.shape, weight.shape)
-    whole = jnp.broadcast_to(weight, shape)
-    return function(inputs, whole.astype(inputs.dtype))
+    dtype, shape = (
+        inputs.dtype,
+        jnp.broadcast_shapes(inputs.shape, weight.shape),
+    )
+
+    def repeated(weight: Any) -> Any:
+        return jnp.broadcast_to(weight, shape).astype(dtype)
+
+    if not context_values.block.get().in_loop:
+        return function(inputs, repeated(weight))
+
+    # A loop would keep the repeated weight of each step.
+    @jax.custom_jvp
+    def total(inputs: Any, weight: Any) -> Any:
+        return function(inputs, weight.astype(dtype))
+
+    @total.defjvp
+    def jvp(primals: Any, tangents: Any) -> Any:
+        # It is linear in both together.
+        of_inputs, of_weight = tangents
+        return total(*primals), function(of_inputs, repeated(of_weight))
+
+    return total(inputs, weight)
 
 
 def _with_gradient(

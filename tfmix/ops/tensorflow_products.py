@@ -34,7 +34,7 @@ Function = Callable[[Any, Any], Any]
 Gradient = Callable[[Any, Any, Any], Any]
 # A gradient holds the tensor and the power of two that it is the product of.
 _PARTS = "_tfmix_parts"
-_wide = functools.partial(kernels.cast, dtype=tf.float32)
+_wide = functools.partial(tensors.cast, dtype=tf.float32)
 
 # Each function of this section takes a function of two tensors of one dtype,
 # then a 16-bit tensor, a float32 weight and its 16-bit copy. It returns the
@@ -88,7 +88,7 @@ def multiplied(function: Function, inputs: Any, weight: Any, copy: Any) -> Any:
     """Multiplies element by element."""
 
     def of_weight(inputs: Any, upstream: Any, _: Any) -> Any:
-        return _of_term(_wide(inputs) * _wide(upstream), weight)
+        return _of_term(tf.multiply(_wide(inputs), _wide(upstream)), weight)
 
     return _with_gradient(function, inputs, weight, copy, of_weight)
 
@@ -222,7 +222,7 @@ def _with_gradient(
         if not tapes.is_recorded():
             return [upstream, None, total]
         # The gradient of this one needs to know the weight.
-        again = kernels.cast(weight, copy.dtype)
+        again = tensors.cast(weight, copy.dtype)
         pulled = _pulled(lambda x: function(x, again), inputs, upstream)
         return [None, pulled, total]
 
@@ -255,7 +255,7 @@ def _wide_product(a: Any, b: Any, axes: Contraction) -> Any:
     """Multiplies 16-bit factors; the result is float32 (XLA)."""
 
     def of_both(upstream: Any) -> list:
-        narrow = kernels.cast(upstream, a.dtype)
+        narrow = tensors.cast(upstream, a.dtype)
         of_a = _product(narrow, b, axes.of_inputs)
         return [of_a, _product(a, narrow, axes.of_weight)]
 

@@ -17,17 +17,24 @@ import keras
 import numpy as np
 
 from tfmix import _formats
-from tfmix._keras import global_state, kernels, layers
+from tfmix._keras import global_state, layers
 from tfmix._keras import variables as keras_variables
 
 # A tensor carries this note: a `Copy`.
 COPY = "_tfmix_copy"
-# Both are notes on probabilities that hold their logits. Keras's losses use
-# Keras's note on TensorFlow only.
-LOGITS_OF_KERAS, LOGITS = "_keras_logits", "_tfmix_logits"
+# Notes on probabilities hold their logits. Keras's losses use Keras's note, on
+# TensorFlow only.
+LOGITS_OF_KERAS, LOGITS = global_state.LOGITS, "_tfmix_logits"
 # Losses and metrics read these notes of a tensor.
-NOTES = ("_keras_mask", LOGITS_OF_KERAS, LOGITS)
+NOTES = (global_state.MASK, LOGITS_OF_KERAS, LOGITS)
 _ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
+if _ON_TENSORFLOW:
+    import tensorflow as tf
+
+    # `tfmix` replaces it in that module.
+    _tensorflow_cast = tf.cast
+else:
+    import jax
 _DATA = (numbers.Number, np.generic, np.ndarray)
 
 
@@ -82,6 +89,18 @@ def snapshot(value: Any) -> Any:
     return keras_variables.read_by_layer(value) if is_variable else value
 
 
+def cast(tensor: Any, dtype: str) -> Any:
+    """Casts a tensor by the backend's own function, replaced or not."""
+    if not _ON_TENSORFLOW:
+        return jax.numpy.asarray(tensor, dtype)
+    if isinstance(tensor, tf.Tensor):
+        # `tf.cast` takes twice as long in eager mode.
+        wanted = tf.as_dtype(dtype)
+        is_same = tensor.dtype == wanted
+        return tensor if is_same else tf.raw_ops.Cast(x=tensor, DstT=wanted)
+    return _tensorflow_cast(tensor, dtype)
+
+
 def to_float32(value: Any) -> Any:
     """Returns a 16-bit tensor in float32, from before a cast if known.
 
@@ -92,14 +111,14 @@ def to_float32(value: Any) -> Any:
     value = snapshot(value)
     noted = note(value)
     source = value if noted is None else noted.source
-    return kernels.cast(source, "float32")
+    return cast(source, "float32")
 
 
 def narrow(value: Any, dtype: str) -> Any:
     """Casts a float32 tensor to a dtype and returns anything else unchanged."""
     if float_dtype(value) != "float32":
         return value
-    return kernels.cast(value, dtype)
+    return cast(value, dtype)
 
 
 def rounded(nest: Any, dtype: str) -> Any:

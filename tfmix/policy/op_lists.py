@@ -68,6 +68,44 @@ INSIDE: tuple[str, ...] = (
 
 DEFAULT_FLOAT32_OPS = (*WIDE, *INSIDE)
 
+# These lists say what an op on none of the three does with its arguments.
+
+# A number beside a tensor is a value. Elsewhere it is a size, an axis, or a
+# setting.
+TAKES_VALUES = frozenset(
+    (
+        *("add", "subtract", "multiply", "divide", "true_divide", "mod"),
+        *("maximum", "minimum", "clip", "where", "floor_divide", "fmod"),
+        *("array", "full", "full_like", "cast", "convert_to_tensor"),
+    )
+)
+QUOTIENTS = frozenset(("divide", "true_divide"))
+CONVOLUTIONS = frozenset(("conv", "depthwise_conv", "conv_transpose"))
+# These place tensors beside each other. The gradient of one is a part of the
+# result's.
+JOINS = frozenset(
+    ("concatenate", "stack", "append", "hstack", "vstack", "dstack")
+)
+# Ids, times and raw features lose digits in a cast, which show after these.
+ARITHMETIC = frozenset(
+    (
+        *("add", "subtract", "multiply", "divide", "mod", "floor_divide"),
+        *("fmod", "floor", "ceil", "round", "trunc", "equal", "not_equal"),
+        *("less", "less_equal", "greater", "greater_equal"),
+    )
+)
+# What they return of an input that was only cast is such an input again.
+MOVES = frozenset(
+    (
+        *("get_item", "slice", "take", "split", "unstack", "squeeze"),
+        *("reshape", "expand_dims", "ravel", "transpose", "swapaxes"),
+        *("moveaxis", "flip"),
+    )
+)
+# 16 bit rounds a large angle by more than a turn. So these take what code of a
+# user has cast to 16 bit.
+OF_ANGLES = frozenset(("cos", "sin", "tan"))
+
 
 def default_float32_ops(
     *, add: Iterable[str] = (), remove: Iterable[str] = ()

@@ -186,6 +186,12 @@ def normalized_by_own_code():
     return keras.Model(inputs, layers.Dense(10, dtype="float32")(x))
 
 
+def recurrent():
+    inputs = keras.Input((32, 64))
+    outputs = layers.LSTM(64)(inputs)
+    return keras.Model(inputs, layers.Dense(10, dtype="float32")(outputs))
+
+
 # The kernels that `fit` launched, and the megabytes that it moved, before the
 # guard counted reports, losses used logits and small numbers were kept.
 STEPS = {
@@ -198,6 +204,7 @@ if keras.backend.backend() == "jax":
         dense_and_batch_norm: (86, 41.51),
         softmax_in_float32: (41, 8.26),
         normalized_by_own_code: (48, 73.70),
+        recurrent: (1160, 52.50),
     }
 
 
