@@ -22,11 +22,8 @@ from tfmix._keras import variables as keras_variables
 
 # A tensor carries this note: a `Copy`.
 COPY = "_tfmix_copy"
-# Both are notes on probabilities that hold their logits. Keras's losses use
-# Keras's note on TensorFlow only.
-LOGITS_OF_KERAS, LOGITS = "_keras_logits", "_tfmix_logits"
-# Losses and metrics read these notes of a tensor.
-NOTES = ("_keras_mask", LOGITS_OF_KERAS, LOGITS)
+# A note on probabilities that holds their logits, for losses under JAX.
+LOGITS = "_tfmix_logits"
 _ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 if _ON_TENSORFLOW:
     import tensorflow as tf
@@ -154,7 +151,7 @@ def copy_notes(
     source: Any, target: Any, change: Callable[[Any], Any] = lambda x: x
 ) -> None:
     """Copies the notes for losses and metrics, each changed by a function."""
-    for name in NOTES:
+    for name in (*global_state.NOTES, LOGITS):
         value = note(source, name)
         if value is not None:
             changed = keras.tree.map_structure(change, value)
