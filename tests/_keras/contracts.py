@@ -105,14 +105,12 @@ FUNCTIONS = {
     "keras.src.trainers.compile_utils": {"CompileLoss": "loss loss_weights"},
     TRAINER: {
         "_aggregate_additional_loss": "self loss",
-        "_compute_loss": "self x y y_pred sample_weight training",
     },
     "keras.Model": {
         "_trackable_children": "self save_type **kwargs",
         "_aggregate_additional_loss": "self loss",
         "_symbolic_build": "self iterator data_batch",
         "_maybe_symbolic_build": "self iterator data_batch",
-        "_compute_loss": "self x y y_pred sample_weight training",
     },
     "keras.Layer": {
         "_check_super_called": "self",
@@ -181,9 +179,6 @@ FUNCTIONS = {
         "imperative_grad": "tape target sources output_gradients",
     },
     TRACKABLE: {"_lookup_dependency": "self name cached_dependencies"},
-    "jax._src.compiler": {"get_compile_options": "num_replicas num_partitions"},
-    "jax._src.interpreters.mlir": {"make_ir_context": ""},
-    "jax._src.xla_bridge": {"backends_are_initialized": ""},
 }
 
 # Maps owners to attributes and their types.
@@ -198,10 +193,6 @@ CONSTANTS = {
     "keras.src.trainers.trainer": {"BaseTrainer": type, "Trainer": type},
     "jax._src.array": {"ArrayImpl": type},
     "jax._src.xla_bridge": {"_topology_factories": dict},
-    "jaxlib._hlo": {"XlaComputation": type},
-    "jaxlib._jax": {"DeviceList": type},
-    "jaxlib.mlir.ir": {"Module": type},
-    "jaxlib.xla_client": {"_xla": types.ModuleType},
     "keras.src.backend.jax.trainer": {"jit": types.FunctionType},
     "tensorflow.python.eager.record": {"VariableWatcher": type},
     "tensorflow.python.ops.control_flow_v2_func_graphs": {

@@ -16,7 +16,7 @@ def sgd():
 
 def low_memory():
     scaled = tfmix.optimizers.LowMemoryOptimizer(
-        keras.optimizers.Adam(use_ema=True)
+        keras.optimizers.Adam(use_ema=True), seed=1
     )
     return tfmix.LossScaleOptimizer(scaled)
 

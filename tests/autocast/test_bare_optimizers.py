@@ -155,31 +155,6 @@ def test_rows_that_are_not_finite_are_skipped(mode):
         assert table.numpy()[:, 0].tolist() == [1.0, 1.0, 1.0, -1.0, 1.0]
 
 
-@pytest.mark.costly
-@helpers.requires_backend("tensorflow")
-@pytest.mark.parametrize("mode", ["graph", "xla"])
-def test_a_bad_step_in_a_branch_of_a_compiled_loop_is_skipped(mode):
-    import tensorflow as tf
-
-    tfmix.set_global_policy("mixed_float16")
-    weight = keras.Variable(START)
-    optimizer = keras.optimizers.SGD(0.1)
-    optimizer.build([weight])
-
-    def loop(gradients):
-        for gradient in gradients:
-            if tf.reduce_sum(gradient) < 0:
-                continue
-            optimizer.apply([gradient], [weight])
-
-    gradients = np.ones((4, 3), "float32")
-    gradients[1, 2] = np.inf
-    step = tf.function(loop, jit_compile=mode == "xla")
-    step(tf.constant(gradients))
-    assert int(optimizer.iterations) == 3
-    np.testing.assert_allclose(weight.numpy(), START - 0.3, rtol=1e-6)
-
-
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("is_built", [True, False])
 @pytest.mark.parametrize("mode", steps.MODES)

@@ -75,12 +75,10 @@ def test_50000_classes_have_the_loss_and_gradient_of_float32(policy):
 @pytest.mark.parametrize(
     ("activation", "error", "message"),
     [
-        ("sofmax", ValueError, "Did you mean 'softmax'"),
-        ("gleu", ValueError, "Did you mean 'gelu'"),
-        # `get` is a function of that module, but no activation.
-        ("gett", ValueError, r"activation='gett'\.$"),
+        # Keras names what it does not know.
+        ("sofmax", ValueError, "sofmax"),
         (3, TypeError, "activation=3 of type int"),
-        (keras.layers.Softmax(), TypeError, 'dtype="float32"'),
+        (keras.layers.Softmax(), TypeError, "of type Softmax"),
         (keras.layers.Softmax, TypeError, "must be the name"),
         (np.ones((2, 2)), TypeError, r"float32_output\('softmax'\)\(x\)"),
     ],

@@ -43,24 +43,6 @@ def test_new_layers_get_the_global_policy_as_plain_keras(name):
     assert state.global_policy() == Policy(name)
 
 
-def test_a_sublayer_made_in_build_in_a_thread_gets_the_policy():
-    class Outer(keras.layers.Layer):
-        def build(self, shape):
-            self.inner = keras.layers.Dense(1)
-
-        def call(self, x):
-            return self.inner(x)
-
-    state.set_global_policy("mixed_float16")
-
-    def make():
-        outer = Outer()
-        outer(keras.ops.ones((1, 2)))
-        return outer.compute_dtype, outer.inner.compute_dtype
-
-    assert in_thread(make) == ("float16", "float16")
-
-
 @pytest.mark.costly
 def test_the_policy_survives_clear_session():
     state.set_global_policy("mixed_float16")

@@ -9,9 +9,6 @@ from tests import helpers
 from tfmix.autocast import global_policy
 from tfmix.policy.policy import Policy
 
-SIXTEEN_BIT = ("mixed_float16", "mixed_bfloat16", "float16", "bfloat16")
-FLOAT32 = keras.DTypePolicy("float32")
-
 
 def under(policy, make, *arguments, **settings):
     with global_policy.policy_scope(policy):
@@ -25,20 +22,6 @@ def keeping(*items, policy="mixed_float16"):
 
 def dtypes(*made):
     return [layer.compute_dtype for layer in made]
-
-
-@pytest.mark.parametrize("policy", SIXTEEN_BIT)
-@pytest.mark.parametrize(
-    "make",
-    [
-        *(layers.Softmax, layers.UnitNormalization),
-        *(layers.GlobalAveragePooling2D, lambda: layers.Rescaling(2.0)),
-    ],
-)
-def test_layers_measured_to_break_stay_float32(policy, make):
-    layer = under(policy, make)
-    assert layer.dtype_policy == FLOAT32
-    assert type(layer.dtype_policy) is keras.DTypePolicy
 
 
 @pytest.mark.parametrize("item", [layers.Dense, "Dense", "he.d", "x|head"])
@@ -131,16 +114,6 @@ def test_a_users_composite_under_a_rule_is_float32_inside():
             block(np.ones((1, 2), "float32"))
     assert set(dtypes(block, block.free, block.late)) == {"float32"}
     assert block.own.compute_dtype == "bfloat16"
-
-
-def test_layers_that_are_loaded_keep_what_they_were_saved_with():
-    for layer in (
-        layers.Softmax(dtype="mixed_float16"),
-        layers.Dense(1, dtype="float32"),
-    ):
-        config = layer.get_config()
-        loaded = under("mixed_float16", type(layer).from_config, config)
-        assert loaded.dtype_policy == layer.dtype_policy
 
 
 NORMALIZATIONS = {layers.BatchNormalization, layers.LayerNormalization}

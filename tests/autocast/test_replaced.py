@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import tfmix
-from tests import processes
+from tests import helpers, processes
 from tests.autocast import replaced_names
 from tests.tree import ROOT
 from tfmix._keras import global_state, op_places, replacing
@@ -46,7 +46,7 @@ def labels(places):
 def listed(rules):
     """Returns the labels of all places on the list."""
     groups = replaced.COMPILE, replaced.LAYERS, replaced.OPS
-    return labels(p for g in groups for p in replaced.reasons(g, rules))
+    return labels(p for g in groups for p, _, _ in replaced.names(g, rules))
 
 
 @pytest.fixture
@@ -86,7 +86,19 @@ def test_the_guide_says_how_many_names_are_replaced():
     assert len(names) == int(of_backend[keras.backend.backend()]), names
 
 
-def test_each_entry_says_why(comparison):
+@helpers.requires_backend("tensorflow")
+def test_tensorflows_registry_gets_gradients_of_our_own_names_only():
+    from tensorflow.python.framework import ops
+
+    before = set(ops.gradient_registry.list())
+    tfmix.set_global_policy("mixed_float16")
+    train()
+    added = set(ops.gradient_registry.list()) - before
+    assert added
+    assert all(name.startswith("Tfmix") for name in added), added
+
+
+def test_each_entry_says_why():
     for entry in replaced.LIST:
         assert entry.why.endswith("."), entry
 

@@ -93,10 +93,6 @@ def test_text_cannot_break_out_of_its_cell():
     assert r"| a \| b c &lt;i> |" in text
 
 
-def test_an_empty_table_has_a_note():
-    assert "Nothing to show." in page.render([record(rows=[])])
-
-
 def test_a_result_is_kept_until_the_same_one_is_measured_again(tmp_path):
     results.save(record("overhead", "jax", date="the first day"), tmp_path)
     results.save(
@@ -110,14 +106,6 @@ def test_a_result_is_kept_until_the_same_one_is_measured_again(tmp_path):
     assert "<small>the third ;" in text
 
 
-def test_parts_of_a_benchmark_are_kept_separate(tmp_path):
-    first = results.save(record("gpu/lstm", "jax"), tmp_path)
-    second = results.save(record("gpu/head", "jax"), tmp_path)
-    assert first.name == "gpu-lstm-jax.json"
-    assert len(results.saved(tmp_path)) == 2
-    assert second.exists()
-
-
 def test_publish_prints_a_table_or_json_and_saves_if_asked(tmp_path, capsys):
     asked = results.flag_values()
     results.parse(asked, [])
@@ -127,14 +115,6 @@ def test_publish_prints_a_table_or_json_and_saves_if_asked(tmp_path, capsys):
     results.publish(record(), asked)
     assert json.loads(capsys.readouterr().out)["name"] == "gpu"
     assert (tmp_path / "benchmarks" / "gpu-jax.json").exists()
-
-
-def test_flags_of_the_last_call_are_forgotten():
-    asked = results.flag_values()
-    assert results.parse(asked, ["gpu", "--save=docs", "-v=1"]) == ["gpu"]
-    assert asked.save == "docs"
-    assert results.parse(asked, []) == []
-    assert asked.save is None
 
 
 def test_each_benchmark_of_the_catalogue_is_a_module_that_runs_alone():

@@ -345,19 +345,6 @@ def test_the_dtypes_of_symbolic_results_follow():
     assert backbone.layers[0].output.dtype == nested[0].dtype == "float32"
 
 
-@pytest.mark.costly
-def test_parts_of_attention_and_recurrent_layers_follow_them():
-    inputs = keras.Input((4, 6))
-    x = keras.layers.MultiHeadAttention(2, 3)(inputs, inputs)
-    x = keras.layers.Bidirectional(keras.layers.LSTM(2))(x)
-    model = keras.Model(inputs, keras.layers.Dense(1)(x))
-    convert.apply_policy(model, "mixed_float16")
-    dtypes = {x.name: x.compute_dtype for x in model._flatten_layers()}
-    sixteen = {name for name, dtype in dtypes.items() if dtype == "float16"}
-    assert {"query", "softmax"} <= sixteen
-    assert any("lstm_cell" in name for name in sixteen)
-
-
 def test_the_report_has_one_row_per_layer_with_a_reason():
     report = convert.apply_policy(nested(), "mixed_float16")
     found = [

@@ -6,7 +6,6 @@ import pytest
 
 from tests import helpers
 from tests.conversion import test_convert
-from tfmix._keras import layers
 from tfmix.conversion import convert, copying
 from tfmix.policy import policy as policies
 
@@ -201,13 +200,6 @@ def test_a_copy_is_rematerialized_like_the_model():
     assert modes == ["full", None]
 
 
-def test_a_quantized_model_is_copied_whatever_the_order_of_its_weights():
-    model = keras.Sequential([keras.Input((32,)), keras.layers.Dense(16)])
-    model.layers[0].quantize("float8")
-    twin = copying.copy_model(model)
-    helpers.assert_same_bits(twin.layers[0].kernel, model.layers[0].kernel)
-
-
 def test_a_model_with_an_unbuilt_optimizer_is_copied():
     keras.config.set_dtype_policy("mixed_float16")
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
@@ -219,19 +211,3 @@ def test_a_model_with_an_unbuilt_optimizer_is_copied():
     # Once the optimizer is built, its state is copied.
     model.fit(X, X[:, :2], verbose=0)
     assert copying.copy_model(model).optimizer.inner_optimizer.iterations == 1
-
-
-def test_nested_adapters_and_frozen_layers_are_copied():
-    attention = keras.layers.MultiHeadAttention(2, 8)
-    inputs = keras.Input((6, 16))
-    model = keras.Model(inputs, attention(inputs, inputs))
-    query, *frozen = layers.flat_layers(attention)[1:]
-    for layer in frozen:
-        layer.trainable = False
-    query.enable_lora(2)
-    twin = copying.copy_model(model)
-    for copy, original in zip(twin.weights, model.weights, strict=True):
-        helpers.assert_same_bits(copy, original)
-    trained = [variable.path for variable in model.trainable_variables]
-    assert len(trained) == 3
-    assert [variable.path for variable in twin.trainable_variables] == trained

@@ -10,8 +10,6 @@ from tfmix._keras import layers, training
 from tfmix.autocast import compile as compiling
 from tfmix.autocast import record as mixed_model
 from tfmix.conversion import convert, layer_changes
-from tfmix.loss_scaling import optimizer as scaling
-from tfmix.loss_scaling import rules
 from tfmix.step import guard
 
 X = np.random.default_rng(0).normal(size=(32, 6)).astype("float32")
@@ -175,29 +173,6 @@ def test_undoing_prepare_brings_the_first_optimizer_back():
     report.undo()
     assert model.optimizer is optimizer
     losses(model)
-
-
-def test_the_wrapper_of_tfmix_goes_with_the_last_16_bit_layer():
-    model = compiled()
-    optimizer = model.optimizer
-    convert.apply_policy(model, "mixed_float16")
-    wrapper = model.optimizer
-    convert.apply_policy(model, "mixed_float16")
-    assert model.optimizer is wrapper, "the loss scale was reset"
-    convert.apply_policy(model, "mixed_bfloat16")
-    assert model.optimizer.rule == rules.NoLossScale()
-    convert.apply_policy(model, "float32")
-    assert model.optimizer is optimizer
-
-
-def test_the_users_wrapper_stays():
-    wrapper = scaling.LossScaleOptimizer(OPTIMIZERS["AdamW"]())
-    model = compiled(wrapper)
-    report = convert.apply_policy(model, "mixed_float16")
-    convert.apply_policy(model, "mixed_bfloat16").undo()
-    assert model.optimizer is wrapper
-    report.undo()
-    assert model.optimizer is wrapper
 
 
 def test_a_fixed_factor_is_restored():

@@ -278,14 +278,6 @@ def test_a_dtype_that_code_gives_stays(make, way, tmp_path):
         assert dtypes.count("float32") >= 1, dtypes
 
 
-def test_a_layer_that_code_gave_16_bit_follows_every_conversion():
-    layer = mine(dtype=F16)
-    model = keras.Sequential([keras.Input((6,)), layer, keras.layers.Dense(2)])
-    for policy in ("float32", BF16, "float32", F16):
-        tfmix.apply_policy(model, policy)
-        assert layer.compute_dtype == policy.removeprefix("mixed_")
-
-
 def test_a_16_bit_file_keeps_its_float32_layers_beside_a_new_head(tmp_path):
     with tfmix.policy_scope(BF16):
         inner = model_with(mine(dtype="float32"), "before a policy")
@@ -298,12 +290,3 @@ def test_a_16_bit_file_keeps_its_float32_layers_beside_a_new_head(tmp_path):
     # The next conversion knows it, though the file's other layers are new.
     tfmix.apply_policy(model, BF16)
     assert in_float32(model) == ["mine", "head"]
-
-
-@pytest.mark.parametrize("make", [base, Backbone])
-def test_a_head_under_kerass_own_policy_keeps_no_base_in_float32(make):
-    inner = make()
-    keras.config.set_dtype_policy(F16)
-    model = with_head(inner)
-    tfmix.apply_policy(model, BF16)
-    assert in_float32(model) == ["head"]

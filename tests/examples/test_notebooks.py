@@ -100,19 +100,6 @@ def test_outputs_are_what_a_cell_prints_and_what_its_last_line_returns():
     assert second["outputs"][0]["data"] == {"text/plain": ["3"]}
 
 
-def test_cells_keep_their_names_when_another_is_inserted():
-    script = "# %%\nx = 1\n\n# %%\ny = 1\n"
-    first, second = cells_of(script)
-    new = cells_of(script.replace("\n\n", "\n\n# %%\nx = 1\nz = 2\n\n", 1))
-    assert [new[0]["id"], new[2]["id"]] == [first["id"], second["id"]]
-    assert new[1]["id"] == first["id"] + "-1"
-
-
-def test_a_script_without_a_first_cell_is_refused():
-    with pytest.raises(ValueError, match=r"odd must begin with a cell.*import"):
-        NOTEBOOKS["cells"]("import keras\n# %%\n", "odd")
-
-
 def test_a_cell_shows_what_its_last_line_returns():
     names = {}
     assert run_cell("x = 1\nx + 1", names, "cell") == "2"

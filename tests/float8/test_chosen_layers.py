@@ -176,14 +176,6 @@ def test_an_einsum_that_is_one_product_keeps_its_axes(equation, inputs, kernel):
     helpers.assert_same_bits(found, wanted)
 
 
-@pytest.mark.parametrize("equation", ["ab,ab->ab", "ab,cb->a", "aab,bc->ac"])
-def test_an_einsum_that_is_not_a_matrix_product_is_left_out(equation):
-    ranks = tuple(map(len, equation.split("->")[0].split(",")))
-    shapes = [(2,) * rank for rank in ranks]
-    axes = contraction.of_op("einsum", [equation], {}, shapes, weight_at=1)
-    assert axes is None or axes.batch
-
-
 @pytest.mark.slow
 def test_a_saved_model_is_a_plain_keras_model(tmp_path):
     model, _ = fitted(policy(), epochs=1)

@@ -104,8 +104,7 @@ def test_three_seeds_end_inside_the_noise_of_bfloat16(name, how):
         scores[kind] = np.array([score for score, _ in runs])
         for _, report in runs:
             if kind == "8" and report is not None:
-                assert report.float8
-                assert min(one.cosine for one in report.float8) >= 0.98
+                assert report.healthy, str(report)
     print(name, how, scores)
     noise = np.ptp(scores["16"])
     assert abs(scores["8"].mean() - scores["16"].mean()) <= noise

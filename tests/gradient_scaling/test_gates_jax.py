@@ -183,7 +183,19 @@ def unlike_gradients_of_one_call(of):
     return jax.grad(loss)(FIRST)
 
 
+def three_derivatives(of):
+    def slope(w, x):
+        return jax.grad(lambda x: of(w, x).sum())(x)
+
+    def loss(w):
+        curve = jax.grad(lambda x: ops.sum(slope(w, x) ** 2))
+        return ops.mean(curve(ops.convert_to_tensor(X)) ** 2)
+
+    return jax.grad(loss)(FIRST)
+
+
 DERIVATIVES = {
+    "three_derivatives": three_derivatives,
     "penalty_times_1e5": penalty(1e5),
     "penalty_times_1e-2": penalty(1e-2),
     "reverse_over_reverse": reverse_over_reverse,
@@ -209,7 +221,9 @@ DERIVATIVES = {
 
 @pytest.mark.parametrize(
     "name",
-    helpers.quick_are({"on_a_tangent", "penalty_times_1e5"}, DERIVATIVES),
+    helpers.quick_are(
+        {"on_a_tangent", "penalty_times_1e5", "three_derivatives"}, DERIVATIVES
+    ),
 )
 def test_powers_of_several_passes_are_not_mixed(name):
     found, exact = (
@@ -266,3 +280,10 @@ def test_a_gradient_that_is_not_finite_outside_leaves_as_nan(bad):
 def test_no_healthy_step_makes_a_nan_or_an_infinity(mode):
     with jax.debug_nans(True), jax.debug_infs(True):
         steps.compiled(jax.grad(loss_of("float16")), mode)(FIRST)
+
+
+def test_no_gate_keeps_what_jax_traced():
+    with jax.checking_leaks():
+        jax.jit(
+            lambda: DERIVATIVES["penalty_times_1e5"](result_of("float16"))
+        )()

@@ -350,20 +350,6 @@ def test_a_model_without_any_float_outside_it_runs(run, has_weights):
     np.testing.assert_array_equal(np.asarray(found), expected)
 
 
-@helpers.requires_backend("tensorflow")
-def test_a_layer_may_hold_a_handle():
-    import tensorflow as tf
-
-    model = dense(8, 1)
-    model.layers[0].counts = tf.raw_ops.EmptyTensorList(
-        element_shape=[2], max_num_elements=2, element_dtype=tf.float32
-    )
-    assert model.layers[0].counts.dtype == tf.variant
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_mean(model(X))
-    assert None not in tape.gradient(loss, model.trainable_variables)
-
-
 class Counts(keras.layers.Layer):
     """Counts how often its code runs."""
 

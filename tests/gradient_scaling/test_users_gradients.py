@@ -101,15 +101,13 @@ class Calls(layers.Layer):
         return shape
 
 
-def network(policy, function, skips=False):
+def network(policy, function):
     """Returns a model that calls a function between its layers."""
     tfmix.set_global_policy(policy)
     keras.utils.set_random_seed(0)
     inputs = keras.Input((16,))
     hidden = layers.Dense(32, "tanh")(inputs)
     made = Calls(function)(hidden)
-    if skips:
-        made = layers.add([made, hidden])
     hidden = layers.Dense(8, "tanh")(made)
     return keras.Model(inputs, layers.Dense(1, dtype="float32")(hidden))
 
@@ -170,25 +168,6 @@ def test_weights_in_front_move_as_in_float32(
     # A number between two results may round to the other one.
     is_step = name in ("sign", "straight_through")
     assert_close(right, found, 0.1 if is_step else WITHIN[policy])
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("skips", [False, True])
-@pytest.mark.parametrize("factor", [1e-3, 1e2])
-@pytest.mark.parametrize("name", ["clip_by_norm", "constant"])
-def test_what_a_function_returns_may_be_of_another_size(
-    name, factor, skips, mode
-):
-    function = kerases(ops.copy, GRADIENTS[name])
-
-    def loss(call):
-        return factor * error(call(X))
-
-    right, found = (
-        found_by(network(policy, function, skips), "loop", mode, loss)
-        for policy in ("float32", "mixed_float16")
-    )
-    assert_close(right, found, 0.01)
 
 
 class Composite(layers.Layer):
@@ -387,79 +366,6 @@ def test_each_way_to_call_such_a_function_is_right(way, mode):
     )
     for each in found:
         assert_close(right, each, 0.02)
-
-
-class Cell(layers.Layer):
-    state_size = 8
-
-    def build(self, shape):
-        self.a = self.add_weight(shape=(shape[-1], 8))
-        self.b = self.add_weight(shape=(8, 8))
-
-    def call(self, x, states):
-        hidden = ops.matmul(x, self.a) + ops.matmul(states[0], self.b)
-        hidden = clipped(ops.tanh(hidden))
-        return hidden, [hidden]
-
-
-def a_recurrent_cell(hidden):
-    steps_of_4 = layers.Reshape((4, 4))(hidden)
-    return layers.RNN(Cell())(steps_of_4)
-
-
-def each_step(hidden):
-    steps_of_4 = layers.Reshape((4, 4))(hidden)
-    return layers.Flatten()(layers.TimeDistributed(Calls(clipped))(steps_of_4))
-
-
-def a_model_inside(hidden):
-    some = [layers.Dense(8, "tanh"), Calls(clipped), layers.Dense(8, "tanh")]
-    return keras.Sequential([keras.Input((16,)), *some])(hidden)
-
-
-def recomputed_layers(hidden):
-    with keras.RematScope("full"):
-        some = [layers.Dense(8, "tanh"), Calls(clipped)]
-    for layer in some:
-        hidden = layer(hidden)
-    return hidden
-
-
-def heads(hidden):
-    trunk = Calls(clipped)(hidden)
-    number = Calls(clipped)(layers.Dense(4, "tanh")(trunk))
-    return layers.Dense(1, dtype="float32")(number), trunk
-
-
-# JAX traces the others apart from the model.
-MAKES = [a_model_inside, heads]
-if not ON_JAX:
-    MAKES += [a_recurrent_cell, each_step, recomputed_layers]
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("mode", steps.MODES[1:])
-@pytest.mark.parametrize("make", MAKES)
-def test_each_kind_of_model_may_call_such_a_function(make, mode):
-    def model(policy):
-        tfmix.set_global_policy(policy)
-        keras.utils.set_random_seed(0)
-        inputs = keras.Input((16,))
-        made = make(layers.Dense(16, "tanh")(inputs))
-        if isinstance(made, tuple):
-            return keras.Model(inputs, made)
-        last = layers.Dense(1, dtype="float32")
-        return keras.Model(inputs, last(made))
-
-    def loss(call):
-        first, *others = keras.tree.flatten(call(X))
-        return error(first) + 1e-4 * sum(map(error, others))
-
-    right, found = (
-        found_by(model(policy), "loop", mode, loss)
-        for policy in ("float32", "mixed_float16")
-    )
-    assert_close(right, found, 0.02)
 
 
 def in_a_function(layer, x):

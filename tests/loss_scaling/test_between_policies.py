@@ -165,20 +165,6 @@ def test_a_checkpoint_of_one_policy_is_restored_under_another(
     status.expect_partial()
 
 
-@tensorflow_only
-@pytest.mark.costly
-@pytest.mark.parametrize("name", ["SGD", "RMSprop"])
-def test_momentums_are_restored_before_float32_builds_them(name, tmp_path):
-    model = made(WRITERS[-1], 3, optimizer=name)
-    values = helpers.snapshot(state(model))
-    path = checkpoint(model, "model").write(str(tmp_path / "run"))
-    model = made(WRITERS[0], 2, build=False, optimizer=name)
-    status = checkpoint(model, "model").read(path)
-    model.optimizer.build(model.trainable_variables)
-    assert_restored(model, values, None)
-    status.assert_existing_objects_matched().expect_partial()
-
-
 @pytest.mark.parametrize("way", ["run.weights.h5", "backup"])
 @pytest.mark.parametrize(("writer", "reader"), PAIRS)
 def test_weights_and_a_backup_hold_the_optimizer_of_any_policy(

@@ -30,7 +30,7 @@ FUNCTIONS = {
     "ids in int16": (lambda x: ops.cast(ops.cast(x, "int16"), "float32"), IDS),
     "a bucket": (lambda x: x % 97, IDS),
     "a digit": (lambda x: x // 100, IDS),
-    "even": (lambda x: ops.cast(ops.equal(x, 301), "float32"), IDS),
+    "even": (lambda x: ops.cast(ops.equal(x, 2048), "float32"), IDS),
     "floor": (lambda x: ops.floor(x), IDS + 0.5),
     "a difference": (lambda x: x - 300, IDS),
     "a neighbour": (lambda x: x - ops.flip(x, 0), IDS),

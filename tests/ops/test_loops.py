@@ -160,17 +160,3 @@ def test_a_carry_is_float32_and_an_integer_stays_one(mode):
     # Keras's TensorFlow collects what a step returns in the carry's dtype.
     result = "float16" if helpers.ON_JAX else "float32"
     assert dtypes == ["int32", "float32", "float32", result]
-
-
-@helpers.requires_backend("tensorflow")
-@pytest.mark.parametrize("policy", POLICIES)
-def test_what_tensorflows_vectorized_map_multiplies_by_gets_its_gradient(
-    policy,
-):
-    import tensorflow as tf
-
-    def mapped(x, w):
-        return tf.vectorized_map(lambda row: row * w, x)
-
-    ones = np.ones((8, 4), "float32")
-    against_float32.check(mapped, ones, ones[0], policy)

@@ -131,17 +131,6 @@ def test_float16_adam_keeps_epsilon_beta_and_state(flat):
 
 
 @pytest.mark.costly
-def test_constraints_act_on_the_float32_value():
-    weight = keras.Variable(np.ones(2), dtype="bfloat16", name="w")
-    weight.constraint = keras.constraints.NonNeg()
-    optimizer = Masters(keras.optimizers.SGD(1.0))
-    optimizer.build([weight])
-    optimizer.apply([np.array([3.0, 0.5], "float32")])
-    value = ops.convert_to_numpy(optimizer.read_float32(weight))
-    np.testing.assert_array_equal(value, [0.0, 0.5])
-
-
-@pytest.mark.costly
 @pytest.mark.parametrize("way", sixteen_bit.EXACT_WAYS)
 @pytest.mark.parametrize(
     "settings",

@@ -105,6 +105,8 @@ def test_no_device_fetches_the_state_of_others(shape, spec):
     text = stepped.lower(weights, slots, weights).compile().as_text()
     # All devices keep the block sizes of both moments.
     numbers = math.prod(eight_bit.blocks_shape(shape))
-    exchanged = re.findall(r"= (.+?) (?:all|reduce|collective)-\w+\(", text)
+    # A `reduce-window` is a CPU's own way to reduce, and exchanges nothing.
+    exchanges = r"= (.+?) (?:all-\w+|collective-\w+|reduce-scatter)\("
+    exchanged = re.findall(exchanges, text)
     assert exchanged
     assert sum(map(hlo_text.size, exchanged)) <= 2 * 4 * numbers

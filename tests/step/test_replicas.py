@@ -98,18 +98,6 @@ def test_a_sum_over_replicas_that_overflows_is_caught():
     assert train([3e38] * 3, [-3e38] * 3)
 
 
-@pytest.mark.parametrize("graph", [True, False])
-def test_averaged_weights_overwrite_the_model_on_every_replica(graph):
-    averages = {"ema_momentum": 0.5, "ema_overwrite_frequency": 2}
-    train = Trainer(graph=graph, use_ema=True, **averages)
-    plain = keras.Variable(np.zeros(3, "float32"))
-    bare = keras.optimizers.SGD(1.0, use_ema=True, **averages)
-    for step in range(4):
-        train([1.0 + step] * 3, [2.0] * 3)
-        bare.apply([tf.fill((3,), 3.0 + step)], [plain])
-    helpers.assert_close(train.value(), plain, "float32")
-
-
 def test_unscaled_gradients_of_one_bad_replica_make_all_skip():
     train = Trainer()
 

@@ -596,12 +596,10 @@ QUICK = {
     ("fit", "graph"),
     ("fit of two replicas", "graph"),
     ("guarded fit, no scale", MODES[-1 if ON_JAX else 1]),
-    ("loop", "graph"),
     ("loop, compiled", "xla"),
     ("loop with states", "graph"),
     ("GanOfLayers", "graph"),
     ("OwnStepOnJax", "xla"),
-    ("Averaging", "graph"),
     ("AveragingOnJax", "xla"),
 }
 CASES = [

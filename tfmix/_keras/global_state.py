@@ -122,11 +122,8 @@ def noted_scope(scope: Any) -> Callable[[], None]:
     return restore
 
 
-# A note on probabilities that holds their logits. Keras's losses use it under
-# TensorFlow only.
-LOGITS_OF_KERAS = "_keras_logits"
-# Keras's losses and metrics read these notes of a tensor.
-NOTES = ("_keras_mask", LOGITS_OF_KERAS)
+# Losses and metrics of Keras read these attributes of a tensor.
+LOGITS, MASK = "_keras_logits", "_keras_mask"
 # TensorFlow's tensors hold their attributes themselves; Keras keeps those of
 # JAX's arrays.
 get_attribute: Callable[[Any, str], Any] = tensor_attributes.get_tensor_attr

@@ -25,12 +25,8 @@ else:
 
 # A tensor with more numbers is large.
 _LARGE = 2**18
-# One with at most so many is copied in little time (a CPU).
-_SMALL = 2**14
 # One kernel reads this many small, or large tensors together.
 _TOGETHER = 64, 8
-# With more rows, a CPU reads memory at more places at a time.
-_ROWS = 8
 
 
 def kept_apart(tensor: Any) -> Any:
@@ -109,19 +105,6 @@ def _is_alike(*arrays: Any) -> bool:
     return one == other and None not in one
 
 
-def on_explicit_axes(*tensors: Any) -> bool:
-    """Returns whether the axes of a mesh are part of a tensor's type (JAX)."""
-    if keras.backend.backend() == "tensorflow":
-        return False
-    # Older versions of JAX have no such axes.
-    if not (hasattr(jax, "typeof") and hasattr(jax.sharding, "AxisType")):
-        return False
-    kinds = map(jax.typeof, tensors)
-    meshes = [kind.sharding.mesh for kind in kinds if hasattr(kind, "sharding")]
-    explicit = jax.sharding.AxisType.Explicit
-    return any(explicit in mesh.axis_types for mesh in meshes)
-
-
 def by_shape(
     tensors: Sequence, function: Callable[[list], Any], apart: Callable
 ) -> Any:
@@ -153,7 +136,7 @@ def sums(tensors: Sequence, together: tuple[int, int]) -> Any:
         together: The number of small, and of large tensors that one kernel
             reads.
     """
-    step = together[_is_large(tensors[0])]
+    step = together[math.prod(tensors[0].shape) > _LARGE]
     parts = [
         _sums(tensors[start : start + step])
         for start in range(0, len(tensors), step)
@@ -197,7 +180,6 @@ def _sums(tensors: Sequence) -> Any:
 def by_target(
     single: Callable,
     default: Callable,
-    cpu: Callable | None = None,
     *,
     shaped: Callable,
 ) -> Callable[..., Any]:
@@ -207,8 +189,8 @@ def by_target(
 
     Args:
         single: Computes it on a single accelerator.
-        default: Computes the same where devices share the tensors.
-        cpu: Computes the same on a single CPU. Defaults to `default`.
+        default: Computes the same on a CPU, and where devices share the
+            tensors.
         shaped: Returns the shape and the dtype of the result, so that only the
             function that is chosen is traced.
     """
@@ -220,8 +202,7 @@ def by_target(
         around = context.module_context
         is_alone = getattr(around.axis_context, "num_devices", None) == 1
         on_cpu = "cpu" in around.platforms
-        alone = (cpu or default) if on_cpu else single
-        chosen = alone if is_alone else default
+        chosen = single if is_alone and not on_cpu else default
         lowering = mlir.lower_fun(chosen, multiple_results=False)
         return lowering(context, *values)
 
@@ -257,41 +238,8 @@ def _by_flags(*tensors: Any) -> Any:
     return ~keras.ops.stack([_all_true(_is_finite(x)) for x in tensors])
 
 
-def _on_cpu(*tensors: Any) -> Any:
-    if on_explicit_axes(*tensors):
-        # JAX does not know how these axes share what is reshaped.
-        return _by_flags(*tensors)
-    # A CPU runs one kernel for the rows of a matrix sooner than one for each
-    # small tensor. (A conditional in place of selections copies all state
-    # there, which takes three times Adam's time.)
-    size = math.prod(tensors[0].shape)
-    if size <= _SMALL and len({x.dtype for x in tensors}) == 1 < len(tensors):
-        rows = keras.ops.reshape(keras.ops.stack(tensors), (len(tensors), size))
-        # Without a barrier, XLA may look up the tensor of each number.
-        return ~keras.ops.all(_is_finite(kept_apart(rows)), axis=1)
-    flags = [_joined(_is_finite(x)) for x in tensors]
-    return ~keras.ops.stack([*map(_all_true, flags)])
-
-
 def _flags_of(*tensors: Any) -> Any:
     return jax.ShapeDtypeStruct((len(tensors),), "bool")
-
-
-def _joined(flags: Any) -> Any:
-    """Returns fewer flags, all true if all flags of a large tensor are.
-
-    A CPU's threads share them, and compute many at once. To reduce all flags
-    together, XLA would first write them to memory.
-    """
-    is_even = math.prod(flags.shape) % _ROWS == 0
-    if not (_is_large(flags) and is_even):
-        return flags
-    rows = keras.ops.reshape(flags, (_ROWS, -1))
-    return kept_apart(keras.ops.all(rows, axis=0))
-
-
-def _is_large(tensor: Any) -> bool:
-    return math.prod(tensor.shape) > _LARGE
 
 
 def _is_finite(tensor: Any) -> Any:
@@ -312,7 +260,6 @@ def _all_true(flags: Any) -> Any:
 VARIANTS: dict[str, Callable] = {
     "single": _counted_together,
     "default": _by_flags,
-    "cpu": _on_cpu,
 }
 # Returns which of several float tensors of one shape are not finite, as a
 # boolean vector (XLA).

@@ -125,11 +125,6 @@ def without_reduction(
         yield
 
 
-def strategy_of(optimizer: Optimizer) -> Any:
-    """Returns the `tf.distribute.Strategy` it was made under, or `None`."""
-    return getattr(optimizer, "_distribution_strategy", None)
-
-
 # mypy does not allow a base class that is looked up.
 class Saveable(
     next(  # type: ignore[misc]
@@ -191,6 +186,21 @@ def uses_weight_decay(optimizer: Optimizer, variable: keras.Variable) -> bool:
 def undecayed(optimizer: Optimizer, variables: Sequence) -> list:
     """Returns the variables that an optimizer's weight decay leaves out."""
     return [v for v in variables if not uses_weight_decay(optimizer, v)]
+
+
+def averages(optimizer: Optimizer) -> list[tuple[Any, Any]]:
+    """Returns the variables that a built optimizer updates, with averages."""
+    return [
+        pair
+        for worker in workers(optimizer)
+        if worker.use_ema
+        for pair in zip(
+            worker._trainable_variables,
+            worker._model_variables_moving_average,
+            strict=True,
+        )
+        if pair[1] is not None
+    ]
 
 
 class AveragesOfInner:

@@ -98,7 +98,8 @@ class Replacements:
     def set(self, wanted: Mapping[Place, Maker]) -> None:
         """Replaces the places of `wanted`, and restores all others."""
         with self._lock:
-            for owner, name in wanted:
+            # Others may have taken away again what we replaced of theirs.
+            for owner, name in wanted.keys() - self._replaced.keys():
                 if name not in vars(owner):
                     raise version.misfit(f"{owner!r} has no {name!r}")
             for place in [p for p in self._replaced if p not in wanted]:

@@ -131,10 +131,13 @@ def is_made_in(function: Any, tensor: Any) -> bool:
 
 def is_traced_with(array: Any, others: Iterable) -> bool:
     """Returns whether JAX traces an array and one of others together."""
+    return hasattr(array, "_trace") and has_trace_of(array, others)
+
+
+def has_trace_of(array: Any, others: Iterable) -> bool:
+    """Returns whether an array and one of others have one trace, or none."""
     trace = getattr(array, "_trace", None)
-    return trace is not None and any(
-        trace is getattr(other, "_trace", None) for other in others
-    )
+    return any(trace is getattr(other, "_trace", None) for other in others)
 
 
 def transformation() -> Any:
@@ -166,16 +169,6 @@ def scratch() -> Iterator[None]:
     graph = tf.__internal__.FuncGraph("tfmix_scratch")
     with keras.StatelessScope(), graph.as_default():
         yield
-
-
-def cast_from(tensor: Any) -> Any:
-    """Returns the source of a cast in TensorFlow's graph, or `None`."""
-    is_symbol = keras.backend.backend() == "tensorflow" and isinstance(
-        tensor, tf.Tensor
-    )
-    if not is_symbol or tf.executing_eagerly() or tensor.op.type != "Cast":
-        return None
-    return tensor.op.inputs[0]
 
 
 def untouched(function: Function) -> Function:

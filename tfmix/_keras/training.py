@@ -197,11 +197,6 @@ def losses(model: Any, outputs: Any) -> dict[tuple, Any]:
     return {tuple(entry.path): entry.loss for entry in compiled._flat_losses}
 
 
-def compute_loss(model: keras.Model, **arguments: Any) -> Any:
-    """Computes a model's loss as its training step does."""
-    return model._compute_loss(**arguments)
-
-
 def call_in_training(model: keras.Model, inputs: Any) -> Any:
     """Calls a model in training mode, if it has modes."""
     knows_modes = getattr(model, "_call_has_training_arg", False)

@@ -108,6 +108,7 @@ def _compile(
     refuse_two_scales(given)
     if isinstance(given, scaling.LossScaleOptimizer):
         _warn_of_keras_policy(model)
+    factor = getattr(given, "loss_scale_factor", None)
     # Keras creates an optimizer here, and computes nothing in 16 bit.
     with context_values.holding(rules=context_values.NO_RULES):
         original(*args, **kwargs)
@@ -118,6 +119,9 @@ def _compile(
         if training.has_wrapped(model):
             # Keras decides by the model's own policy, not by its layers'.
             optimizer = optimizer.inner_optimizer
+            if optimizer is given:
+                # Keras drops it without a word.
+                optimizer.loss_scale_factor = factor
         level = None if part is None else part.level
         with context_values.holding(rules=context_values.NO_RULES):
             optimizer = choose(optimizer, model, level)

@@ -19,7 +19,6 @@ from tfmix._keras import (
     graphs,
     layers,
     replacing,
-    tracing,
     training,
 )
 from tfmix._keras import variables as keras_variables
@@ -38,7 +37,7 @@ def keep_exact(layer: keras.Layer) -> None:
         look_behind_casts(layer)
         # Some of them turn off the conversion of their inputs, and all of them
         # do in a graph of TensorFlow, such as a data pipeline.
-        _wrap(layer, call=_look_up_behind_casts)
+        _wrap(layer, call=_look_behind_casts)
     elif isinstance(layer, keras.Sequential):
         # Each of its layers casts its own inputs.
         _use_converter(layer, _pass_on)
@@ -167,13 +166,6 @@ def _largest_whole(leaf: Any) -> float:
     return largest
 
 
-def _behind_cast(x: Any) -> Any:
-    """Returns a graph's tensor as it was before two casts."""
-    source = tracing.cast_from(x)
-    original = tensors.before_cast(source)
-    return x if original is source else original
-
-
 class _Exact(NamedTuple):
     """The part of a layer that sees its inputs before a cast."""
 
@@ -195,11 +187,8 @@ def _look_up(
     return original(*args, **kwargs)
 
 
-def _look_up_behind_casts(original: Callable, *args: Any, **kwargs: Any) -> Any:
-    def exact(x: Any) -> Any:
-        return _behind_cast(tensors.before_cast(x))
-
-    args, kwargs = tensors.map_leaves((args, kwargs), exact)
+def _look_behind_casts(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = tensors.map_leaves((args, kwargs), tensors.before_cast)
     return original(*args, **kwargs)
 
 

@@ -234,9 +234,7 @@ def _are_equal(before: keras.DTypePolicy, policy: keras.DTypePolicy) -> bool:
 
 def _with_rules(policy: keras.DTypePolicy) -> keras.DTypePolicy:
     """Returns the policy that Keras handed out as this plain object."""
-    bases = [] if _base is None else [_base]
-    choices = [*bases, *(scope.choice for scope in _open)]
-    known = [policy for choice in choices for policy in choice.policies]
+    known = [policy for choice in _choices() for policy in choice.policies]
     return next((x for x in known if policies.plain(x) is policy), policy)
 
 
@@ -272,6 +270,12 @@ def _choice() -> _Choice | None:
     return _base if scope is None else scope.choice
 
 
+def _choices() -> list[_Choice]:
+    """Lists the choices of the process and of all open scopes."""
+    bases = [] if _base is None else [_base]
+    return [*bases, *(scope.choice for scope in _open)]
+
+
 def _lookup() -> keras.DTypePolicy | None:
     of_block = context_values.block.get().policy
     if of_block is not None:
@@ -285,10 +289,8 @@ def _refresh() -> None:
     latest = _open[-1].choice if _open else _base
     given = None if latest is None else latest.given
     stand_ins.install(policies.rules_of(given))
-    bases = [] if _base is None else [_base]
-    choices = [*bases, *(scope.choice for scope in _open)]
     # A float32 scope only needs the hooks if Keras has another policy.
-    is_on = any(choice.given.name != "float32" for choice in choices) or (
+    is_on = any(choice.given.name != "float32" for choice in _choices()) or (
         bool(_open) and global_state.policy_name() != "float32"
     )
     replacing.want(replacing.LAYERS, is_on)

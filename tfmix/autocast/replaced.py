@@ -10,11 +10,13 @@
   original if there are none.
 
 Besides these names, a model with a record holds wrappers of its own methods
-(`record`), and `tfmix run` replaces what it watches (`tools/run`).
+(`record`), and `tfmix run` replaces what it watches (`tools/run`). TensorFlow's
+registry keeps a gradient of ours for each trace, under a name that begins with
+"Tfmix" (`_keras/tapes`); no other op has it.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -150,15 +152,10 @@ LIST = (
     Replaced(
         OPS,
         "A step whose gradients are not finite is skipped.",
-        functools.partial(
-            replacing.definers, keras.optimizers.Optimizer, "apply"
-        ),
-        _under_policy(bare_optimizers.make_apply),
-    ),
-    Replaced(
-        OPS,
-        "So is one of an optimizer of tfmix's that nothing wraps.",
-        [(sixteen_bit_optimizer.SixteenBitOptimizer, "apply")],
+        lambda: [
+            *replacing.definers(keras.optimizers.Optimizer, "apply"),
+            (sixteen_bit_optimizer.SixteenBitOptimizer, "apply"),
+        ],
         _under_policy(bare_optimizers.make_apply),
     ),
     Replaced(
@@ -176,35 +173,30 @@ LIST = (
         rule=op_places.ATTENTION,
     ),
 )
-OF_OPS = "An op computes by the policy's lists, and by what comes."
+_OF_OPS = "An op computes by the policy's lists, and by what comes."
 
 
-def reasons(group: str, what: Any) -> dict[replacing.Place, str]:
-    """Returns why each name of a group is replaced.
+def names(
+    group: str, what: Any
+) -> Iterator[tuple[replacing.Place, replacing.Maker, str]]:
+    """Yields each name of a group, what makes its replacement, and why.
 
     Args:
         group: One of `COMPILE`, `LAYERS` and `OPS`.
         what: For ops, the active rules.
     """
-    found = {p: each.why for each, p in _places(group, what)}
     if group == OPS:
-        found |= dict.fromkeys(stand_ins.makers(what), OF_OPS)
-    return found
+        for place, make in stand_ins.makers(what).items():
+            yield place, make, _OF_OPS
+    for entry in LIST:
+        if entry.group == group and (group != OPS or entry.rule in what):
+            found = entry.places
+            for place in found() if callable(found) else found:
+                yield place, entry.make, entry.why
 
 
 def _makers(group: str, what: Any) -> Mapping[replacing.Place, replacing.Maker]:
-    """Returns what a group replaces, and with what."""
-    found = {place: each.make for each, place in _places(group, what)}
-    return {**stand_ins.makers(what), **found} if group == OPS else found
-
-
-def _places(group: str, what: Any) -> list[tuple[Replaced, replacing.Place]]:
-    return [
-        (each, place)
-        for each in LIST
-        if each.group == group and (group != OPS or each.rule in what)
-        for place in (each.places() if callable(each.places) else each.places)
-    ]
+    return {place: make for place, make, _ in names(group, what)}
 
 
 def begin() -> None:

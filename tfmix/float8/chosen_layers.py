@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import keras
-from keras import ops
 
 from tfmix._keras import layers, variables
 from tfmix.float8 import product
@@ -92,23 +91,6 @@ def why_not(layer: keras.Layer) -> str | None:
 def gains(depth: int, width: int) -> bool:
     """Returns whether float8 is faster for a weight of this shape."""
     return 1 / _ROWS + 1 / depth + 1 / width < _PAYS
-
-
-def exact(layer: keras.Layer, inputs: Any, kernel: Any) -> Any:
-    """Computes a layer's product in the dtype of its inputs."""
-    return ops.einsum(_equation(layer), inputs, kernel)
-
-
-def matrices(
-    layer: keras.Layer, inputs: Any, kernel: Any, gradient: Any
-) -> tuple[Any, Any, Any]:
-    """Returns inputs, kernel and gradient as matrices (m, k), (k, n), (m, n).
-
-    The gradient is that of the layer's outputs before bias and activation.
-    """
-    axes = _axes(layer, len(inputs.shape))
-    upstream = product.matrix(gradient, axes.outputs, axes.free, axes.new)
-    return *product.factors(inputs, kernel, axes), upstream
 
 
 def _axes(layer: keras.Layer, rank: int | None = None) -> Any:

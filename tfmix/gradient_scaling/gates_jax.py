@@ -15,6 +15,7 @@ import contextlib
 import functools
 import itertools
 import operator
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -36,25 +37,30 @@ _MANTISSA = 2**23 - 1
 class _Shared:
     """What the gates of one call know while a backward pass is traced.
 
+    JAX keeps it after that, so it must not hold tracers.
+
     Attributes:
-        entered: The token of the last pass that entered.
-        second: The token of the last second derivative that entered. Others
-            need the same power, because they meet inside.
+        entered: Returns the token of the last pass that entered.
+        second: Returns the token of the last second derivative that entered.
+            Others need the same power, because they meet inside.
     """
 
-    entered: Any = None
-    second: Any = None
+    def __init__(self) -> None:
+        self.entered: Callable[[], Any] = _nothing
+        self.second: Callable[[], Any] = _nothing
 
     def told(self, token: Any, arrays: Sequence) -> Any:
         """Returns the token of a second derivative that enters."""
-        if not isinstance(token, ad.Zero):
+        known = self.second()
+        live = [x for x in arrays if not isinstance(x, ad.Zero)]
+        is_known = known is not None and isinstance(token, ad.Zero)
+        if not is_known or not tracing.has_trace_of(known, live):
             return token
-        known, shape = self.second, token.aval.shape
-        live = (x for x in arrays if not isinstance(x, ad.Zero))
-        traces = {getattr(x, "_trace", None) for x in live}
-        if known is None or getattr(known, "_trace", None) not in traces:
-            return token
-        return jnp.broadcast_to(known.reshape(-1, 2)[0], shape)
+        return jnp.broadcast_to(known.reshape(-1, 2)[0], token.aval.shape)
+
+
+def _nothing() -> None:
+    """Returns no token."""
 
 
 def is_reached(array: Any, others: Sequence) -> bool:
@@ -138,7 +144,7 @@ class Gates:
 
     def down(self) -> Any:
         """Returns what divides the gradients of the pass that is traced now."""
-        return lax.stop_gradient(_down(self._shared.entered))
+        return lax.stop_gradient(_down(self._shared.entered()))
 
 
 class _Gate(NamedTuple):
@@ -275,7 +281,9 @@ def _pushed(
     passed, of_token = how._replace(backwards=False).bind(
         moved, (*tokens, primals[-1])
     )
-    down = _down(results[-1] if how.enters else primals[-3])
+    # A token's own gradient is the token of another pass.
+    token = lax.stop_gradient(results[-1] if how.enters else primals[-3])
+    down = _down(token)
     factor = 1 / down if how.enters else down
 
     def scaled(x: Any) -> Any:
@@ -303,9 +311,9 @@ def _pulled(upstream: Sequence, *primals: Any, how: _Gate) -> list:
     other = how._replace(enters=enters, fresh=is_first, backwards=True, depth=0)
     passed, token = other.bind(arrays, (token, kept, place))
     if enters:
-        shared.entered = token
-    if enters and not is_first:
-        shared.second = token
+        shared.entered = weakref.ref(token)
+        # A pass ends where the results of the call get their gradients.
+        shared.second = _nothing if is_first else shared.entered
     return [
         x if ad.is_undefined_primal(primal) else None
         for x, primal in zip(

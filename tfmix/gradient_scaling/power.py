@@ -43,7 +43,7 @@ class Power(NamedTuple):
     """The factors for gradients that enter a model, and that leave it.
 
     Attributes:
-        up: Float32 scalar, a power of two.
+        up: Float32 scalar, a power of two, also if a gradient is not finite.
         down: Its reciprocal; NaN if a gradient that enters is not finite. No
             other step makes a NaN.
     """
@@ -70,7 +70,7 @@ def of(
             gradients inside.
 
     Returns:
-        The power, which is 1 if all are zero or one is not finite.
+        The power, which is 1 if all are zero.
 
     Examples:
         >>> float(of([keras.ops.array([0.0, -3e-6])], [], 1.0).up) * 3e-6
@@ -79,30 +79,28 @@ def of(
     sizes = [tensors.cast(ops.abs(x), "float32") for x in (*gradients, *losses)]
     total = functools.reduce(ops.add, map(ops.sum, sizes))
     # There may be no rows.
-    each = (ops.max(size, initial=0.0) for size in sizes[: len(gradients)])
-    largest = functools.reduce(ops.maximum, each, 0.0)
+    each = [ops.max(size, initial=0.0) for size in sizes[: len(gradients)]]
     if is_second:
-        reaches = ops.multiply(largest, 1 / _LARGEST_SECOND)
-        reaches = least = ops.maximum(reaches, 1 / _OF_SECOND)
+        smallest = _LARGEST_SECOND / _OF_SECOND
+        reaches = functools.reduce(ops.maximum, each, smallest)
+        reaches = least = ops.multiply(reaches, 1 / _LARGEST_SECOND)
     else:
-        least = ops.multiply(total, 1 / _LARGEST_SUM)
-        reaches = ops.maximum(largest, least)
+        of_sum = ops.multiply(total, 1 / _LARGEST_SUM)
+        reaches = functools.reduce(ops.maximum, each, of_sum)
         if all(x.ndim in (0, 1) for x in gradients):
             least = ops.multiply(total, 1 / _LARGEST_SUM_OF_NUMBERS)
         else:
-            lowest = ops.multiply(largest, 1 / _LARGEST)
-            least = ops.maximum(least, lowest)
+            least = ops.multiply(reaches, 1 / _LARGEST)
+            least = ops.maximum(least, of_sum)
     reaches = ops.maximum(ops.divide(reaches, place), least)
     word = kernels.bitcast(reaches, "int32")
     exponent = ops.subtract(_BIAS, ops.right_shift(word, _MANTISSA))
-    # XLA's maximum on a CPU may lose a NaN, but a sum keeps it.
-    is_finite = ops.isfinite(total)
-    usable = ops.logical_and(ops.greater(reaches, 0.0), is_finite)
-    exponent = ops.where(usable, exponent, 0)
+    exponent = ops.where(ops.greater(reaches, 0.0), exponent, 0)
     exponent = ops.clip(exponent, -_HIGHEST, _HIGHEST)
     power = ops.left_shift(ops.add(exponent, _BIAS), _MANTISSA)
     up = kernels.bitcast(power, "float32")
-    # The difference is 0, or NaN. The division comes last: XLA computes it
-    # once, but repeats a selection in each kernel.
+    # The difference is 0, or NaN; XLA's maximum on a CPU may lose a NaN. The
+    # division comes last: XLA computes it once, but repeats a selection in each
+    # kernel.
     bad = ops.subtract(total, total)
     return Power(up, ops.divide(1.0, ops.add(up, bad)))

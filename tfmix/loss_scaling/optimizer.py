@@ -246,26 +246,6 @@ class LossScaleOptimizer(
         self._gets_unscaled = False
         return self.get_scaled_loss(loss)
 
-    @tracing.untouched
-    def current_scale(self) -> Any:
-        """Returns the factor of `scale_loss`: a float32 scalar tensor.
-
-        It is not copied to the host. It is 1 if the model scales its gradients.
-
-        Raises:
-            ValueError: If `jax.jit` would make a constant of it.
-
-        Examples:
-            >>> float(LossScaleOptimizer("sgd", 64.0).current_scale())
-            64.0
-        """
-        if not self._scales_losses():
-            return ops.ones((), "float32")
-        self._has_scaled = True
-        if (step := guard.current_step()) is not None:
-            step.scaled.add(id(self))
-        return self.rule_scale()
-
     def rule_scale(self) -> Any:
         """Returns the rule's scale: a float32 scalar, not copied to the host.
 
@@ -281,8 +261,8 @@ class LossScaleOptimizer(
                 "scale would keep its present value. Make them an argument "
                 "`values`, and write `with keras.StatelessScope("
                 "zip(optimizer.variables, values)):` around the call of "
-                f"{self.name!r}'s `scale_loss`, `unscale_gradients`, "
-                "`current_scale` or `loss_scale`."
+                f"{self.name!r}'s `scale_loss`, `unscale_gradients` or "
+                "`loss_scale`."
             )
         scale = self._state.scale_by(lambda variable: variable.value)
         return self.rule.current(scale)
@@ -457,7 +437,10 @@ class LossScaleOptimizer(
             return lambda: self.get_scaled_loss(loss())
         if not self._scales_losses():
             return loss
-        scale = self.current_scale()
+        self._has_scaled = True
+        if (step := guard.current_step()) is not None:
+            step.scaled.add(id(self))
+        scale = self.rule_scale()
 
         def scaled(value: Any) -> Any:
             value = tensors.to_float32(ops.convert_to_tensor(value))
@@ -520,18 +503,26 @@ class LossScaleOptimizer(
         saving.read(store, self, self._loss_scale_state)
 
     def get_config(self) -> dict:
-        """Returns the constructor's arguments, in Keras's form if they fit."""
-        return saving.config(self)
+        """Returns the constructor's arguments."""
+        serialize = keras.saving.serialize_keras_object
+        return {
+            "name": self.name,
+            "inner_optimizer": serialize(self.inner_optimizer),
+            "loss_scale": serialize(self.rule),
+        }
 
     @classmethod
     def from_config(
         cls, config: dict, custom_objects: Any = None
     ) -> "LossScaleOptimizer":
-        """Returns the optimizer that `get_config` described."""
-        optimizer: LossScaleOptimizer = saving.made_from(
-            cls, config, custom_objects
-        )
-        return optimizer
+        """Returns the optimizer that `get_config`, or Keras's, described."""
+        arguments = dict(config)
+        for key in ("inner_optimizer", "loss_scale"):
+            if isinstance(arguments.get(key), dict):
+                arguments[key] = keras.saving.deserialize_keras_object(
+                    arguments[key], custom_objects=custom_objects
+                )
+        return cls(**arguments)
 
     def last_step_applied(self) -> Any:
         """Returns whether the last `apply` changed anything.

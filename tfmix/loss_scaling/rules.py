@@ -325,13 +325,6 @@ def from_arguments(
         )
     if isinstance(loss_scale, LossScale):
         return loss_scale
-    if isinstance(loss_scale, keras.optimizers.Optimizer):
-        raise TypeError(
-            "Optimizers do not share a loss scale any more: each has its own. "
-            f"Received: loss_scale={loss_scale!r}. Leave `loss_scale` out, or "
-            "give both optimizers the same rule, such as "
-            "loss_scale=tfmix.DynamicLossScale(initial_scale=...)."
-        )
     if isinstance(loss_scale, str) or loss_scale is None:
         raise ValueError(
             '`loss_scale` must be "dynamic", a positive number or a '

@@ -1,4 +1,4 @@
-"""Writes and reads a loss-scale optimizer's state and config.
+"""Writes and reads a loss-scale optimizer's state.
 
 A file holds the state where a run without loss scaling has it: in the
 optimizer's place what the inner optimizer saves, and beside it what only
@@ -14,7 +14,6 @@ import numpy as np
 from tfmix import _messages
 from tfmix._keras import optimizers
 from tfmix._keras import variables as keras_variables
-from tfmix.loss_scaling import rules
 
 # Keras's scaler saves these before the inner optimizer's variables. It does
 # not use the first two, and has no others until it is built.
@@ -108,42 +107,6 @@ def read(
         optimizer.name,
         reason,
     )
-
-
-def config(optimizer: Any) -> dict:
-    """Returns the constructor's arguments, in Keras's form if possible."""
-    serialize = keras.saving.serialize_keras_object
-    inner = serialize(optimizer.inner_optimizer)
-    arguments = {"name": optimizer.name, "inner_optimizer": inner}
-    keras_form = {
-        "initial_scale": optimizer.initial_scale,
-        "dynamic_growth_steps": optimizer.dynamic_growth_steps,
-    }
-    # The rule may differ from the default in other settings.
-    if type(optimizer.rule) is rules.DynamicLossScale and optimizer.rule == (
-        rules.from_arguments("dynamic", *keras_form.values())
-    ):
-        arguments |= keras_form
-    else:
-        arguments["loss_scale"] = serialize(optimizer.rule)
-    return arguments
-
-
-def made_from(kind: type, config: Mapping, custom_objects: Any) -> Any:
-    """Returns the optimizer that `config` described.
-
-    Args:
-        kind: The class.
-        config: What `config` returned.
-        custom_objects: Dict of classes by name, as in Keras, or `None`.
-    """
-    arguments = dict(config)
-    for key in ("inner_optimizer", "loss_scale"):
-        if isinstance(arguments.get(key), dict):
-            arguments[key] = keras.saving.deserialize_keras_object(
-                arguments[key], custom_objects=custom_objects
-            )
-    return kind(**arguments)
 
 
 def _parts(

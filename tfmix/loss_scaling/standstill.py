@@ -7,6 +7,7 @@ steps warn, and for compiled ones there is `check_health`.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 
 from tfmix import _messages
@@ -85,7 +86,7 @@ def check(optimizer: Any, limit: int) -> None:
         return
     raise errors.LossScaleError(
         f"{idle(skips).capitalize()}: the gradients were not finite{where}.\n"
-        f"{_most_often(optimizer.overflow_counts)}\n{_ADVICE}"
+        f"{_most_often(optimizer.overflow_counts)}\n{_advice()}"
     )
 
 
@@ -106,13 +107,23 @@ def _most_often(counts: Mapping[str, int]) -> str:
     return "\n".join(["Most often, nearest the output first:", *lines])
 
 
+def _advice() -> str:
+    on_jax = keras.backend.backend() == "jax"
+    return _ADVICE.format(scope=_SCOPE if on_jax else "")
+
+
+# Other steps find the place of gradients themselves.
+_SCOPE = """
+  - in a step of your own under jax.jit, compute gradients inside
+    keras.StatelessScope(zip(optimizer.variables, state)): those that grow
+    inside the model then begin lower after an overflow;"""
 _ADVICE = """What to change, most likely first:
   - if the loss is not finite: rows with NaN, infinity or, in float16, numbers
     beyond 65504 in the data; drop or fix them;
   - if it is infinite, as with targets of 1e38: standardise the targets,
     y = (y - y.mean()) / y.std();
   - keep the layer named first in float32: Layer(..., dtype="float32"), and
-    end the model in tfmix.float32_output(...);
+    end the model in tfmix.float32_output(...);{scope}
   - lower the learning rate or clip: Adam(..., global_clipnorm=1.0);
   - train in "mixed_bfloat16", which has the range of float32;
   - allow a smaller scale: DynamicLossScale(min_scale=2.0**-14).

@@ -12,7 +12,6 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import global_state
 from tfmix.ops import apply, tensors
 
 _ON_JAX = keras.backend.backend() == "jax"
@@ -37,7 +36,7 @@ def with_logits(call: apply.Call) -> Any:
         note = {_key(call.op.original.__name__, result, **axis): x}
         tensors.put_note(result, tensors.LOGITS, note)
     else:
-        tensors.put_note(result, global_state.LOGITS_OF_KERAS, x)
+        tensors.put_note(result, tensors.LOGITS_OF_KERAS, x)
     return result
 
 

@@ -22,8 +22,11 @@ from tfmix._keras import variables as keras_variables
 
 # A tensor carries this note: a `Copy`.
 COPY = "_tfmix_copy"
-# A note on probabilities that holds their logits, for losses under JAX.
-LOGITS = "_tfmix_logits"
+# Notes on probabilities hold their logits. Keras's losses use Keras's note, on
+# TensorFlow only.
+LOGITS_OF_KERAS, LOGITS = global_state.LOGITS, "_tfmix_logits"
+# Losses and metrics read these notes of a tensor.
+NOTES = (global_state.MASK, LOGITS_OF_KERAS, LOGITS)
 _ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 if _ON_TENSORFLOW:
     import tensorflow as tf
@@ -151,7 +154,7 @@ def copy_notes(
     source: Any, target: Any, change: Callable[[Any], Any] = lambda x: x
 ) -> None:
     """Copies the notes for losses and metrics, each changed by a function."""
-    for name in (*global_state.NOTES, LOGITS):
+    for name in NOTES:
         value = note(source, name)
         if value is not None:
             changed = keras.tree.map_structure(change, value)

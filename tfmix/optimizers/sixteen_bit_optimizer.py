@@ -4,7 +4,7 @@ import contextlib
 import functools
 import numbers
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -32,8 +32,6 @@ class Float32Weights:
         self.optimizer = optimizer
         self.narrow = [*filter(keras_variables.is_sixteen_bit, model_variables)]
         self.float32_weights = self.make()
-        # Traced functions that run on every replica, by name.
-        self.traced: dict[str, Callable] = {}
 
     def make(self) -> dict[int, keras.Variable]:
         """Returns the weight of each of the `narrow` variables, by `id`."""
@@ -211,15 +209,12 @@ class SixteenBitOptimizer(
 
     def finalize_variable_values(self, var_list: Variables) -> None:
         """Assigns the inner optimizer's final (averaged) weights."""
-        if self.built:
-            replicas.run_on_each(self, self._finalize, self._store.traced)
-
-    def _finalize(self) -> None:
-        store = self._store
-        store.refresh()
-        targets = store.targets(optimizers.remembered(self))
-        self.inner_optimizer.finalize_variable_values(targets)
-        store.write_back()
+        if not self.built:
+            return
+        self._store.refresh()
+        for target, average in optimizers.averages(self.inner_optimizer):
+            target.assign(average)
+        self._store.write_back()
 
     def read_float32(self, variable: keras.Variable) -> Any:
         """Returns the float32 value behind a model's variable, as a tensor.

@@ -162,34 +162,6 @@ def one_replica(
         yield
 
 
-def run_on_each(
-    optimizer: optimizers.Optimizer,
-    function: Callable[[], None],
-    traced: dict[str, Callable],
-) -> None:
-    """Runs a function of a built optimizer's variables on every replica.
-
-    The function is identified by its name, and traced once, into `traced`.
-    """
-    strategy = optimizers.strategy_of(optimizer)
-    if strategy is None or strategy.num_replicas_in_sync == 1:
-        function()
-        return
-
-    name = function.__name__
-
-    def on_replica() -> None:
-        known = optimizers.remembered(optimizer)
-        with one_replica([*optimizer.variables, *known], optimizer):
-            function()
-
-    if name not in traced:
-        traced[name] = tf.function(lambda: strategy.run(on_replica))
-    # In the scope it is traced again, and elsewhere once more.
-    with strategy.scope():
-        traced[name]()
-
-
 def _in_replica_of_many() -> bool:
     backend = keras.backend.backend()
     if backend != "tensorflow" or not tf.distribute.has_strategy():

@@ -4,7 +4,6 @@ import keras
 import numpy as np
 import pytest
 
-import tfmix
 from tests import helpers
 from tests.tools.diagnostics import faults
 from tfmix.loss_scaling import optimizer as scaling
@@ -154,30 +153,3 @@ def test_the_first_replica_of_a_mirrored_run_is_sampled():
 def test_wrong_arguments_are_refused(every, error):
     with pytest.raises(error, match=f"every={every}"):
         Monitor(every=every)
-
-
-@pytest.mark.slow
-def test_float8_products_are_measured_and_the_worst_is_reported():
-    rules = tfmix.Policy("mixed_float8", float8_layers=["inner"])
-    with tfmix.policy_scope(rules):
-        model = keras.Sequential(
-            [
-                keras.Input((16,)),
-                keras.layers.Dense(16, name="inner"),
-                tfmix.float32_output(),
-            ]
-        )
-    model.compile(keras.optimizers.SGD(0.0), loss="mse")
-    x = np.random.default_rng(0).normal(size=(32, 16)).astype("float32")
-    monitor = numerics_monitor.NumericsMonitor(every=1)
-    model.fit(x, x, batch_size=16, verbose=0, callbacks=[monitor])
-    assert len(monitor.report.float8) == 3
-    assert all(one.cosine > 0.99 for one in monitor.report.float8)
-    assert not monitor.events
-    # This row is so large that all others vanish.
-    x[0] = 1e9
-    model.fit(x, 0 * x, batch_size=32, verbose=0, callbacks=[monitor])
-    event = monitor.events[-1]
-    assert event.layer.endswith("inner")
-    assert event.phase == "float8 forward"
-    assert event.verdict == "underflow"

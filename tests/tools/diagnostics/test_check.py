@@ -175,6 +175,23 @@ def test_what_is_at_fault_is_named_and_nothing_around_it(build, names):
     assert report.rows[0].verdict in ("overflow", "not_finite")
 
 
+def test_a_float8_layer_is_judged_in_float8():
+    with tfmix.policy_scope(
+        tfmix.Policy("mixed_float8", float8_layers=["wide"])
+    ):
+        inputs = keras.Input((16,))
+        wide = keras.layers.Dense(32, name="wide")(inputs)
+        model = keras.Model(inputs, tfmix.float32_output()(wide))
+    x = np.random.default_rng(0).normal(size=(64, 16)).astype("float32")
+    report = check.check(model, x, np.tile(x, 2), loss="mse")
+    found = {
+        r.phase: r.relative_error for r in report.rows if r.layer == "wide"
+    }
+    # bfloat16 rounds by 0.002.
+    assert min(found["forward"], found["backward"]) > 0.01
+    assert report.healthy, str(report)
+
+
 def test_without_targets_only_the_forward_pass_is_checked():
     report = check.check(small(), rows(8)[0])
     assert "backward" not in {row.phase for row in report.rows}

@@ -115,12 +115,6 @@ class NumericsMonitor(keras.callbacks.Callback):
         faults = self.report.faults
         for row in [x for x in faults if (x.phase, x.verdict) != small][:1]:
             self._add(step, row.layer, row.phase, row.verdict, row.sentence)
-        for product in self.report.float8[:1]:
-            if not product.is_fine:
-                phase = f"float8 {product.product}"
-                place = product.layer, phase, product.verdict
-                text = f"{', '.join(place)}: its cosine is {product.cosine:.3f}"
-                self._add(step, *place, text)
 
     def _add(
         self, step: int, layer: str, phase: str, verdict: str, text: str
@@ -184,8 +178,7 @@ class Event:
         step: The training step, from 0.
         layer: The layer that caused it, or `"loss"`; `"x"` or `"y"` for the
             data.
-        phase: `"forward"`, `"backward"`, `"weights"`, or `"float8 "` and a
-            product of the layer's.
+        phase: `"forward"`, `"backward"` or `"weights"`.
         verdict: `"overflow"`, `"underflow"`, `"inaccurate"` or
             `"not_finite"`.
     """

@@ -23,7 +23,6 @@ from tfmix.ops import stand_ins
 from tfmix.policy import policy as policies
 from tfmix.tools.diagnostics import batch as batches
 from tfmix.tools.diagnostics import (
-    float8_products,
     missing_scaler,
     numerics_report,
     passes,
@@ -141,7 +140,6 @@ def _run(
         # A model under test counts as created, or converted, under the policy.
         has_policy = chosen is not None or own_policy is not None
         findings, judge = passes.find(batch, sixteen, limits, rule, has_policy)
-        float8 = float8_products.measure(batch)
         ends = dtype_notes.last_activations(batch.model, sixteen)
     bad = [*map(_bad_data, bad_rows), *_bad_weights(batch.model)]
     if bad:
@@ -164,7 +162,6 @@ def _run(
         again=lambda other: _run(original, other, other),
         targets={target.name: target for target in judge.targets},
         sixteen_bit_layers=len(narrow),
-        float8=float8,
         notes=(
             *filter(None, [warning, _scale_note(judge.loss_scale, rule)]),
             *idle,

@@ -12,7 +12,7 @@ from typing import Any
 from tfmix import _formats, _messages, _tables
 from tfmix.policy import names
 from tfmix.policy import policy as policies
-from tfmix.tools.diagnostics import float8_products, probe, verdicts
+from tfmix.tools.diagnostics import probe, verdicts
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,8 +29,6 @@ class NumericsReport(_tables.Printed):
         again: Function that checks the same batch under another policy.
         targets: The watched layers by name.
         sixteen_bit_layers: How many layers computed in 16 bit.
-        float8: One `Float8Product` for each float8 product of a layer, the
-            worst first; empty without float8 layers or without `y`.
         notes: Sentences on faults of the model as a whole, on layers that
             fell back to float32, and on parts that were not checked.
         verbose: Whether it prints every row.
@@ -46,15 +44,12 @@ class NumericsReport(_tables.Printed):
     sixteen_bit_layers: int
     loss_scale: float
     notes: tuple[str, ...]
-    float8: tuple[float8_products.Float8Product, ...] = ()
     verbose: bool = False
 
     @property
     def healthy(self) -> bool:
-        """True if every row and every float8 product is fine."""
-        return not self.faults and all(
-            product.is_fine for product in self.float8
-        )
+        """True if every row is fine."""
+        return not self.faults
 
     @property
     def faults(self) -> tuple[verdicts.LayerVerdict, ...]:
@@ -79,8 +74,6 @@ class NumericsReport(_tables.Printed):
         if self.healthy:
             nothing = "no layer computes in 16 bit"
             state = "healthy" if self.sixteen_bit_layers else nothing
-        elif not self.faults:
-            state = "healthy except in float8"
         if self.forward_only:
             state += ", forward pass only"
         return f"{_name(self.policy)} against float32: {state}"
@@ -93,7 +86,7 @@ class NumericsReport(_tables.Printed):
 
         Returns:
             A `tfmix.Policy`: the checked one if it is healthy, otherwise one
-            with fewer `float8_layers` or more `float32_layers`.
+            with more `float32_layers`.
 
         Raises:
             ValueError: If the model is not finite in float32 either.
@@ -140,13 +133,12 @@ class NumericsReport(_tables.Printed):
                 "loss_scale": self.loss_scale,
                 "notes": list(self.notes),
                 "rows": [_plain(row) for row in self.rows],
-                "float8": [_plain(product) for product in self.float8],
             },
             indent=2,
         )
 
     def tables(self) -> list[_tables.Table]:
-        """Returns the tables to print: the faults, and the least headroom.
+        """Returns the table to print: the faults, and the least headroom.
 
         `rows`, `to_html` and a `verbose` report have all rows.
         """
@@ -167,27 +159,7 @@ class NumericsReport(_tables.Printed):
         row_verdicts = [row.verdict for row in shown]
         cells = list(map(_cells, shown))
         code = _code(shown if self.verbose else shown[:_ADVICE_SHOWN])
-        tables = [
-            _tables.Table(_HEADS, cells, title, notes, code, row_verdicts)
-        ]
-        return [*tables, self._float8_table()] if self.float8 else tables
-
-    def _float8_table(self) -> _tables.Table:
-        """Returns the worst float8 products, and the code that fixes them."""
-        shown = self.float8 if self.verbose else self.float8[:_FAULTS_SHOWN]
-        table = float8_products.table(shown)
-        notes = [f"{len(self.float8) - len(shown)} more: `report.float8`."]
-        code: list[str] = []
-        if not all(product.is_fine for product in self.float8):
-            items = _fine_in_float8(self)
-            code = ["# What to write: faulty layers go back to bfloat16"]
-            code.append(
-                f"tfmix.Policy({names.FLOAT8!r}, float8_layers={items})"
-                if items
-                else 'tfmix.Policy("mixed_bfloat16")'
-            )
-        notes = notes if len(shown) < len(self.float8) else []
-        return dataclasses.replace(table, notes=notes, code=code)
+        return [_tables.Table(_HEADS, cells, title, notes, code, row_verdicts)]
 
     def _left_out(
         self, count: int, shown: Sequence[verdicts.LayerVerdict]
@@ -246,9 +218,7 @@ def _code(rows: Iterable[verdicts.LayerVerdict]) -> list[str]:
     return lines
 
 
-def _plain(
-    row: verdicts.LayerVerdict | float8_products.Float8Product,
-) -> dict[str, Any]:
+def _plain(row: verdicts.LayerVerdict) -> dict[str, Any]:
     values = dataclasses.asdict(row)
     for key, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -258,9 +228,6 @@ def _plain(
 
 def _healthier(report: NumericsReport) -> policies.Policy:
     """Returns a policy without the faults that a report has."""
-    if not all(product.is_fine for product in report.float8):
-        # Each product was judged by itself, so the other layers keep float8.
-        return _without_faulty_float8(report)
     targets = [*report.targets.values()]
     faulty = {row.layer for row in report.faults}
     if verdicts.LOSS in faulty:
@@ -273,16 +240,3 @@ def _healthier(report: NumericsReport) -> policies.Policy:
         if added:
             break
     return policies.changed(report.policy, float32_layers=[*before, *added])
-
-
-def _without_faulty_float8(report: NumericsReport) -> policies.Policy:
-    kept = _fine_in_float8(report)
-    name = names.FLOAT8 if kept else "mixed_bfloat16"
-    return policies.changed(report.policy, name, float8_layers=kept or None)
-
-
-def _fine_in_float8(report: NumericsReport) -> list[str]:
-    """Returns patterns for the layers whose products are all fine."""
-    paths = {product.layer for product in report.float8}
-    faulty = {product.layer for product in report.float8 if not product.is_fine}
-    return [re.escape(path) for path in sorted(paths - faulty)]
