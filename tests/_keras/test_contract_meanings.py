@@ -168,24 +168,6 @@ def test_a_transformation_is_told_from_the_one_around_it():
     assert not within(lambda f: jax.checkpoint(f)(x))
 
 
-@jax_only
-def test_what_jax_traces_for_a_value_is_traced_for_no_other():
-    import jax
-
-    traced = []
-
-    @jax.jit
-    def function(x):
-        traced.append(x)
-        return x
-
-    for value in (1.0, 2.0, 1.0):
-        with tracing.traced_apart(np.float32(value)):
-            function(np.float32(0.0))
-    function(np.float32(0.0))
-    assert len(traced) == 3
-
-
 @tensorflow_only
 def test_the_context_of_a_function_tells_its_traces_apart():
     from tensorflow.core.function.polymorphism import function_cache

@@ -59,7 +59,8 @@ def test_a_layer_adds_few_equations_to_a_step(policy):
         set_policy(policy)
         found.append(np.subtract(sizes(14), sizes(4)))
     theirs, ours = found
-    assert np.all(ours <= [1.1, 1.05] * theirs)
+    # The check of gradients is written so that it is one kernel on a GPU.
+    assert np.all(ours <= [1.1, 1.13] * theirs)
 
 
 @pytest.mark.costly

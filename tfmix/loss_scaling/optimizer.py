@@ -503,13 +503,18 @@ class LossScaleOptimizer(
         saving.read(store, self, self._loss_scale_state)
 
     def get_config(self) -> dict:
-        """Returns the constructor's arguments."""
+        """Returns the constructor's arguments, in Keras's form if they fit."""
         serialize = keras.saving.serialize_keras_object
-        return {
-            "name": self.name,
-            "inner_optimizer": serialize(self.inner_optimizer),
-            "loss_scale": serialize(self.rule),
+        inner = serialize(self.inner_optimizer)
+        arguments = {"name": self.name, "inner_optimizer": inner}
+        of_keras = {
+            "initial_scale": self.initial_scale,
+            "dynamic_growth_steps": self.dynamic_growth_steps,
         }
+        # The rule may differ from the default in other settings.
+        if self.rule == rules.from_arguments("dynamic", *of_keras.values()):
+            return arguments | of_keras
+        return arguments | {"loss_scale": serialize(self.rule)}
 
     @classmethod
     def from_config(

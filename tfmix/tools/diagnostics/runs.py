@@ -250,9 +250,14 @@ class Judge:
         truth, truth_back = differentiation.pullback(
             function, [*exact, *values]
         )
+        # The gradient of a 16-bit variable has 16 bits, too.
+        kept = [
+            ops.cast(value, self._stored(call.target, value.dtype))
+            for value in values
+        ]
         with self._in_sixteen_bit(call.target):
             outputs, outputs_back = differentiation.pullback(
-                function, [*near, *values]
+                function, [*near, *kept]
             )
         forward = [(near, exact), (outputs, truth)]
         if gradients is None:
@@ -275,6 +280,15 @@ class Judge:
             (wrong[:inputs], right[:inputs]),
             (wrong[inputs:], right[inputs:]),
         ]
+
+    def _stored(self, target: probe.Target, dtype: Any) -> Any:
+        """Returns the dtype that weights have in the run that is judged."""
+        policy = self.run.planned.get(target.operation)
+        if policy is None:
+            return dtype
+        planned = planned_policies.entry(policy, target.operation)
+        narrow = planned.variable_dtype in _formats.SIXTEEN_BIT
+        return planned.variable_dtype if narrow else dtype
 
     @contextlib.contextmanager
     def _in_sixteen_bit(self, target: probe.Target) -> Iterator[None]:
