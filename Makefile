@@ -61,7 +61,7 @@ $(STAMP): $(LIBRARY)
 	@echo "tfmix: installing what tests, checks, guide and examples need"
 	@$(BIN)/python .ci/requirements.py '$(TENSORFLOW)' $(COMPILERS) \
 	    > $(VENV)/requirements.txt
-	@$(INSTALL) --requirement $(VENV)/requirements.txt \
+	@$(INSTALL) --no-compile --requirement $(VENV)/requirements.txt \
 	    --constraint $(VENV)/constraints.txt
 	@echo "tfmix: importing all of it once, which writes its bytecode"
 	@$(BIN)/python -c "import jax, tfmix"

@@ -442,7 +442,7 @@ print("RESULT", json.dumps([sorted(set(seen)), all(finite)]))
 """
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_hooks_set_before_the_import_of_tfmix_are_called():
     (found,) = processes.results("-c", BEFORE_IMPORT)
     seen, is_finite = found

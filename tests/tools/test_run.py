@@ -748,7 +748,7 @@ both.fit(x, y, batch_size=16, epochs=3, verbose=0)
 
 
 @once
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["compiled", "eager"])
 def test_two_optimizers_in_a_train_step_are_one_step(way, tmp_path):
     source = CRITIC.replace("{EAGER}", str(way == "eager"))
