@@ -42,7 +42,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
 
 # The library and what the demo needs. Without .pyc files: Python writes those
-# that it imports, and TensorFlow has 10,000 more.
+# that it imports, at once and beside pip, and TensorFlow has 10,000 more.
 $(LIBRARY): setup.cfg .ci/requirements.py
 	@echo "tfmix: [1/3] creating $(VENV) with $(PYTHON)"
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
@@ -53,7 +53,8 @@ $(LIBRARY): setup.cfg .ci/requirements.py
 	@$(INSTALL) --no-compile --requirement $(VENV)/requirements-demo.txt \
 	    --constraint $(VENV)/constraints.txt
 	@echo "tfmix: [3/3] installing tfmix itself, editable"
-	@$(INSTALL) --quiet --no-deps --editable .
+	@$(BIN)/python -c "import keras, sklearn.datasets" 2> /dev/null & \
+	    $(INSTALL) --quiet --no-deps --editable . && wait
 	@touch $@
 
 # What the tests, the checks, the guide and the examples need besides.
