@@ -16,7 +16,7 @@ import tfmix
 from tests import helpers, processes
 from tests.autocast import replaced_names
 from tests.tree import ROOT
-from tfmix._keras import global_state, op_places, replacing
+from tfmix._keras import global_state, op_places, replacing, version
 from tfmix.autocast import global_policy, replaced
 from tfmix.ops import stand_ins
 from tfmix.optimizers import sixteen_bit_optimizer
@@ -77,6 +77,10 @@ def test_what_differs_from_plain_keras_is_on_the_list(comparison, policy):
     assert not replacing.replaced()
 
 
+@pytest.mark.skipif(
+    version.numbers(keras.__version__) < (3, 15),
+    reason="the guide counts those of the latest Keras",
+)
 def test_the_guide_says_how_many_names_are_replaced():
     page = (ROOT / "docs/how-it-works.md").read_text("utf-8")
     counts = re.search(r"(\d+) under TensorFlow, (\d+) under\s+JAX", page)

@@ -587,10 +587,14 @@ def _made(call: Call) -> Any:
     A number that the format cannot hold stays float32.
     """
     name, dtype = call.op.name, call.wanted()
-    if dtype in _formats.SIXTEEN_BIT and (
-        (name in op_lists.TAKES_VALUES and _is_unfit(call.numbers, dtype))
-        or (name == "arange" and _counts_beyond(call, dtype))
-    ):
+    if dtype not in _formats.SIXTEEN_BIT:
+        return call.plain()
+    if name == "arange":
+        # TensorFlow's graphs count in float32 only.
+        result = call.in_float32()
+        is_beyond = _counts_beyond(call, dtype)
+        return result if is_beyond else tensors.rounded(result, dtype)
+    if name in op_lists.TAKES_VALUES and _is_unfit(call.numbers, dtype):
         return call.in_float32()
     return call.plain()
 
