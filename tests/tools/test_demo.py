@@ -108,7 +108,7 @@ def trained(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "copies"), [(0.010, 5), (0.030, 2), (0.060, 1), (0.400, 1)]
+    ("seconds", "copies"), [(0.010, 5), (0.040, 2), (0.060, 1), (0.400, 1)]
 )
 def test_all_policies_train_on_as_many_images_as_there_is_time_for(
     seconds, copies, trained, monkeypatch, capsys
