@@ -431,7 +431,7 @@ def kept_in_an_object(model, policy):
         (convert.apply_policy, a_layer, MIXED[0], "Put the layer into a model"),
         (convert.convert_model, a_layer, MIXED[0], "Put the layer into a mod"),
         (convert.apply_policy, functional, "fp16", "Did you mean 'mixed_float"),
-        (kept_in_an_object, functional, MIXED[0], "Pass it to the Policy"),
+        (kept_in_an_object, functional, MIXED[0], "one of the levels"),
     ],
 )
 def test_a_wrong_argument_is_refused_and_changes_nothing(

@@ -19,7 +19,6 @@ Policy = policies.Policy
 UNUSUAL = {
     "float32_layers": ["head", keras.layers.Dropout],
     "float32_ops": ["tanh"],
-    "keep_batchnorm_fp32": True,
 }
 
 
@@ -88,11 +87,7 @@ def test_a_distant_name_is_refused_without_a_suggestion(name):
         (lambda: Policy(None), "must be a string, one of"),
         (lambda: Policy(16), "must be a string, one of"),
         (lambda: Policy(np.dtype("float16")), "must be a string, one of"),
-        (lambda: Policy(np.float16), "'mixed_float16', or pure 'float16'"),
-        (
-            lambda: Policy("O2", keep_batchnorm_fp32="yes"),
-            "keep_batchnorm_fp32='yes'",
-        ),
+        (lambda: Policy(np.float16), "Did you mean 'mixed_float16'"),
     ],
 )
 def test_an_argument_of_another_type_is_refused(make, message):
@@ -138,7 +133,7 @@ def test_lists_are_read_as_copies():
 
 
 def test_the_representation_can_be_run():
-    policy = Policy("O2", float32_ops=["tanh"], keep_batchnorm_fp32=False)
+    policy = Policy("O2", float32_ops=["tanh"], float32_layers=["head"])
     assert eval(repr(policy), {"Policy": Policy}) == policy
     assert repr(Policy("mixed_float16")) == "Policy('mixed_float16')"
 
@@ -181,15 +176,15 @@ def test_reasons_distinguish_our_rules_from_the_users():
     assert policy.why_float32(keras.layers.Dense, "dense") is None
 
 
-@pytest.mark.parametrize("name", ["O1", "O2"])
-def test_levels_one_and_two_keep_batch_normalisation(name):
+@pytest.mark.parametrize("name", ["O1", "O2", "float16", "bfloat16"])
+def test_levels_and_pure_policies_keep_batch_normalisation(name):
     batchnorm = keras.layers.BatchNormalization
     assert Policy(name).why_float32(batchnorm, "bn")
-    off = Policy(name, keep_batchnorm_fp32=False)
-    assert off.why_float32(batchnorm, "bn") is None
-    assert Policy("O3").why_float32(batchnorm, "bn") is None
-    on = Policy("mixed_float16", keep_batchnorm_fp32=True)
-    assert on.why_float32(batchnorm, "bn")
+    for other in ("O3", "mixed_float16"):
+        assert Policy(other).why_float32(batchnorm, "bn") is None
+    is_level = name in ("O1", "O2")
+    without = Policy(name, float32_layers=[]).why_float32(batchnorm, "bn")
+    assert (without is None) is is_level
 
 
 @pytest.mark.parametrize(
@@ -220,7 +215,7 @@ def test_a_map_is_16_bit_when_any_entry_is():
     [
         policies.Policy("mixed_float16", **UNUSUAL),
         policies.Policy("mixed_bfloat16", float32_ops=["exp"]),
-        policies.Policy("float16", keep_batchnorm_fp32=False),
+        policies.Policy("float16", float32_layers=[]),
         policies.Policy("O1"),
     ],
     ids=repr,

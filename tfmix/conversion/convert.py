@@ -24,6 +24,7 @@ from tfmix.conversion import (
 from tfmix.float8 import chosen_layers
 from tfmix.gradient_scaling import model_call
 from tfmix.loss_scaling import optimizer as scaling
+from tfmix.policy import float32_layers
 from tfmix.policy import policy as policies
 from tfmix.step import guard
 
@@ -377,8 +378,8 @@ def prepare(
         A named tuple `(model, optimizer, report)`.
 
     Raises:
-        TypeError, ValueError: As for `apply_policy`, and if you pass both a
-            policy object and `keep_batchnorm_fp32`.
+        TypeError, ValueError: As for `apply_policy`, and if
+            `keep_batchnorm_fp32` comes with another policy than a level.
 
     Examples:
         >>> model = keras.Sequential(
@@ -390,12 +391,7 @@ def prepare(
         'LossScaleOptimizer'
     """
     if keep_batchnorm_fp32 is not None:
-        if not isinstance(level, str):
-            raise ValueError(
-                "`keep_batchnorm_fp32` goes with a level's name. Received: "
-                f"level={level!r}. Pass it to the Policy instead."
-            )
-        level = policies.Policy(level, keep_batchnorm_fp32=keep_batchnorm_fp32)
+        level = _with_batchnorm(level, keep_batchnorm_fp32)
     accepted = global_policy.resolve_policy(level)
     _arguments.model(model)
     instance = keras.optimizers.get(optimizer)
@@ -404,6 +400,21 @@ def prepare(
         return Prepared(model, instance, report)
     report, instance = _convert(model, accepted, instance)
     return Prepared(model, instance, report)
+
+
+def _with_batchnorm(level: Any, is_kept: bool) -> policies.Policy:
+    """Returns a level that keeps `BatchNormalization` in float32, or not."""
+    if level not in float32_layers.LEVELS or not isinstance(is_kept, bool):
+        raise ValueError(
+            "`keep_batchnorm_fp32` is True or False for one of the levels "
+            f"{[*float32_layers.LEVELS]}. Received: level={level!r}, "
+            f"keep_batchnorm_fp32={is_kept!r}. Name the layers of other "
+            "policies: tfmix.Policy(name, float32_layers=[...])."
+        )
+    policy = policies.Policy(level)
+    name = float32_layers.BATCH_NORMALIZATION.layer_class
+    others = [item for item in policy.float32_layers if item != name]
+    return policies.changed(policy, float32_layers=[name] * is_kept + others)
 
 
 def _wrap_optimizer(

@@ -66,13 +66,14 @@ NO_CPU_KERNELS = tuple(
 LAYER_NORMALIZATION = LayerRule(
     "LayerNormalization", "on the black list of level O2"
 )
-_BLACK_LIST = (LAYER_NORMALIZATION, *DEFAULT_LAYER_RULES)
+_KEPT_BY_LEVELS = (BATCH_NORMALIZATION, *DEFAULT_LAYER_RULES)
+_BLACK_LIST = (LAYER_NORMALIZATION, *_KEPT_BY_LEVELS)
 # The reason why each layer of tfmix's own rules stays in float32.
 REASONS: dict[RuleItem, str] = {
-    rule.layer_class: rule.why for rule in (*_BLACK_LIST, BATCH_NORMALIZATION)
+    rule.layer_class: rule.why for rule in _BLACK_LIST
 }
 
-# This is MindSpore's AMP_WHITE_LIST (`train/amp.py`) in Keras's names, with
+# This is MindSpore's AMP_KEPT_BY_LEVELS_LIST (`train/amp.py`) in Keras's names, with
 # the attention layers that scale their logits.
 MATMUL_LAYERS: tuple[str, ...] = (
     *("Dense", "EinsumDense", "BaseConv", "BaseConvTranspose"),
@@ -87,27 +88,22 @@ class Level:
     """One of Apex's and MindSpore's levels, in tfmix's terms."""
 
     policy: str
-    only_matmuls: bool  # only the white list computes in 16 bit
-    rules: tuple[LayerRule, ...]
-    op_rules: bool  # true if the default op rules are active
-    keep_batchnorm_fp32: bool
-    loss_scale: str | None  # "dynamic" or nothing
+    rules: tuple[LayerRule, ...] = ()
+    op_rules: bool = False  # true if the default op rules are active
 
 
 LEVELS: dict[str, Level] = {
     # Everything in float32: Apex's and MindSpore's baseline.
-    "O0": Level("float32", False, (), False, False, None),
+    "O0": Level("float32"),
     # Only layers on the white list compute in 16 bit. The loss is scaled, as
     # in Apex; MindSpore leaves that to its user.
-    "O1": Level(
-        "mixed_float16", True, DEFAULT_LAYER_RULES, True, True, "dynamic"
-    ),
+    "O1": Level("mixed_float16", _KEPT_BY_LEVELS, True),
     # Everything but the black list computes in 16 bit. On it are batch and
     # layer normalisation, and the layers that tfmix measured.
-    "O2": Level("mixed_float16", False, _BLACK_LIST, True, True, "dynamic"),
+    "O2": Level("mixed_float16", _BLACK_LIST, True),
     # Everything is in 16 bit, variables included. It shows the highest speed,
     # but is not meant for training.
-    "O3": Level("float16", False, (), False, False, None),
+    "O3": Level("float16"),
 }
 
 
