@@ -159,12 +159,10 @@ WRONG_INPUT = {
     "check good.keras --data narrow.npz": (
         r"expected shape=\(None, 8\), found shape=\(24, 3\)"
     ),
-    f"{CHECK} --html .": "is a folder. Give the name of a file",
     "check own.keras --data narrow.npz": "could not be checked on.*shape",
     "check good.keras --data other.npz": r"inputs \['features'\].*'other'",
     f"{CHECK} --loss none": "none",
     f"{CHECK} --policy int8": "int8",
-    f"{CHECK} --html none/report.html": "no folder.*'report.html'",
     "advise none.keras --batch-size 8": "There is no file .*none.keras",
     "advise good.keras --batch-size 0": "batch_size=0",
     "advise long.keras --batch-size 8": (

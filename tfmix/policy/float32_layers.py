@@ -73,7 +73,7 @@ REASONS: dict[RuleItem, str] = {
     rule.layer_class: rule.why for rule in _BLACK_LIST
 }
 
-# This is MindSpore's AMP_KEPT_BY_LEVELS_LIST (`train/amp.py`) in Keras's names, with
+# This is MindSpore's AMP_WHITE_LIST (`train/amp.py`) in Keras's names, with
 # the attention layers that scale their logits.
 MATMUL_LAYERS: tuple[str, ...] = (
     *("Dense", "EinsumDense", "BaseConv", "BaseConvTranspose"),

@@ -253,7 +253,6 @@ _CHECK: _Options = {
     },
     "--suggest": _flag("suggest a policy with the layers at fault in float32"),
     "--verbose": _flag("print every layer, not the worst alone"),
-    "--html": _file("write a report to this file"),
 }
 _ROWS = {"type": int, "required": True, "help": "rows of a training batch"}
 _SHAPE = {"type": int, "nargs": "+", "help": "sizes of one row, if left free"}
@@ -278,7 +277,6 @@ _CONVERT: _Options = {
 _DEMO: _Options = {
     "--epochs": {"type": int, "help": "passes over the data"},
     "--seeds": {"type": int, "help": "runs per policy"},
-    "--out": {"default": "out", "help": "folder for the plot (default: out)"},
 }
 _RUN: _Options = {
     "--policy": {
@@ -336,7 +334,7 @@ _COMMANDS: dict[str, tuple[str, tuple[str, ...], _Options]] = {
         "compare a saved model in 16 bit with float32, layer by layer",
         (
             " model.keras --data batch.npz",
-            " model.keras --data batch.npz --suggest --html report.html",
+            " model.keras --data batch.npz --suggest --verbose",
             " model.keras --data batch.npz --loss mse --json",
         ),
         _CHECK,
@@ -377,7 +375,7 @@ _COMMANDS: dict[str, tuple[str, tuple[str, ...], _Options]] = {
     ),
     "demo": (
         "train on real scanned digits under three policies and compare",
-        ("", " --epochs 4 --seeds 1 --out plots"),
+        ("", " --epochs 6 --seeds 1"),
         _DEMO,
     ),
 }

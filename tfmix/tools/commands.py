@@ -48,8 +48,6 @@ def run_doctor(options: argparse.Namespace) -> Outcome:
 
 def run_check(options: argparse.Namespace) -> Outcome:
     """Checks a saved model in 16 bit on a batch from a file."""
-    if options.html:
-        _check_folder(options.html)
     x, y = read_batch(options.data)
     # A given loss replaces the compiled one, which need not load then.
     model = load_model(options.model, compiled=options.loss is None)
@@ -83,9 +81,6 @@ def run_check(options: argparse.Namespace) -> Outcome:
         added = [layer for layer in policy.float32_layers if layer not in known]
         extra = f" with {added} in float32 as well" if added else ""
         notes.append(f"suggested: {policy.level or policy.name!r}{extra}")
-    if options.html:
-        report.to_html(options.html)
-        notes.append(f"report: {options.html}")
     notes.append("headroom: how often a value can double before it overflows.")
     data["notes"] += notes
     report = dataclasses.replace(report, verbose=options.verbose)
@@ -166,7 +161,7 @@ def run_demo(options: argparse.Namespace) -> Outcome:
         )
     given = {"epochs": options.epochs, "seeds": options.seeds}
     settings = {name: v for name, v in given.items() if v is not None}
-    report = demo.run(out=options.out, quiet=options.json, **settings)
+    report = demo.run(quiet=options.json, **settings)
     return Outcome(report, report.to_dict(), report.healthy)
 
 

@@ -9,7 +9,7 @@ from tfmix import _arguments, _messages
 from tfmix._keras import optimizers as keras_optimizers
 from tfmix.loss_scaling import errors, standstill
 from tfmix.loss_scaling import optimizer as scaling
-from tfmix.tools.diagnostics import missing_scaler, progress_bar, skip_report
+from tfmix.tools.diagnostics import missing_scaler, skip_report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +154,7 @@ class LossScaleMonitor(skip_report.SkipWatch):
     def _numbers(self, *names: str) -> dict[str, float]:
         """Returns numbers of the last reading."""
         last = self.timeline[-1]
-        return {name: progress_bar.Shown(getattr(last, name)) for name in names}
+        return {name: float(getattr(last, name)) for name in names}
 
     def _reading(self) -> Reading:
         # Reading `self.model` updates the variables on JAX, where `fit` does

@@ -14,7 +14,7 @@ from tfmix.tools.diagnostics import (
     check,
     missing_scaler,
     numerics_report,
-    progress_bar,
+    skip_report,
     verdicts,
 )
 
@@ -121,7 +121,7 @@ class NumericsMonitor(keras.callbacks.Callback):
     ) -> None:
         fault = layer, phase, verdict
         if fault not in {(x.layer, x.phase, x.verdict) for x in self.events}:
-            progress_bar.warn(self, "step %d: %s", step, text)
+            skip_report.warn(self, "step %d: %s", step, text)
         self.events.append(Event(step, *fault))
 
 

@@ -1,4 +1,4 @@
-"""The result of `check`: a table, a page, and a policy that fixes the model."""
+"""The result of `check`: a table, and a policy that fixes the model."""
 
 import dataclasses
 import json
@@ -118,11 +118,6 @@ class NumericsReport(_tables.Printed):
 
         return plotting.headroom(self, path)
 
-    def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes one HTML file with all rows to `path`."""
-        tables = dataclasses.replace(self, verbose=True).tables()
-        _tables.write_page(path, self.model_name, tables)
-
     def to_json(self) -> str:
         """Returns the report as JSON; infinities and NaN become null."""
         return json.dumps(
@@ -140,7 +135,7 @@ class NumericsReport(_tables.Printed):
     def tables(self) -> list[_tables.Table]:
         """Returns the table to print: the faults, and the least headroom.
 
-        `rows`, `to_html` and a `verbose` report have all rows.
+        `rows` and a `verbose` report have all rows.
         """
         fine = [row for row in self.rows if row.verdict == verdicts.OK]
         # Headroom in the 16-bit format does not matter for float32 layers.
