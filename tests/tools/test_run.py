@@ -127,12 +127,9 @@ def test_a_script_runs_as_under_python(name, tmp_path):
     is_exit = name.startswith("exits")
     code = cli.BAD_INPUT if is_exit else expected.returncode or cli.BAD_INPUT
     assert done.returncode == code
-    first, _, rest = done.stderr.partition("\n")
-    assert first.startswith("tfmix run: ")
-    assert first.endswith("--policy, --json. Options of tfmix stand before it.")
-    assert rest.startswith(expected.stderr)
+    assert done.stderr.startswith(expected.stderr)
     # What it says besides is one line, or nothing if Python was killed.
-    assert rest.removeprefix(expected.stderr).count("\n") <= 1
+    assert done.stderr.removeprefix(expected.stderr).count("\n") <= 1
 
 
 @once
@@ -363,17 +360,10 @@ def test_ctrl_c_reaches_the_script(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("nowhere.py",), "no file 'nowhere.py'. Give the path of a script"),
         ((), "no script to run. Write `tfmix run train.py`"),
-        (("--policy", "fp16", "x.py"), "Did you mean 'mixed_float16'?"),
-        (("--against", "fp32", "x.py"), "Did you mean 'float32'?"),
         (("--report", "no/where.json", __file__), "no folder to write"),
         (("--repeat", "0", "x.py"), "at least 1. Received: --repeat 0"),
         (("--repeat", "3", "x.py"), "Add the policy to compare with"),
-        (
-            ("--policy", "O1", "--against", "O1", "x.py"),
-            "Both runs would be in O1",
-        ),
     ],
 )
 def test_a_wrong_word_is_one_line_and_code_2(words, said, capsys):
