@@ -48,37 +48,27 @@ class Row:
     why: str
 
 
+@dataclasses.dataclass
 class ConversionReport(_tables.Printed):
     """The changes that `apply_policy` made; prints as a table.
 
-    Args:
-        policy: The policy that was applied.
-        rows: One row per layer, in the model's order.
-        undo: Function that undoes the conversion.
-        notes: Sentences to print below the table.
-
     Attributes:
         policy: The policy that was applied.
-        rows: Tuple of `Row`.
-        notes: Tuple of sentences.
+        rows: One `Row` per layer, in the model's order.
+        notes: Sentences to print below the table.
 
     Examples:
         >>> row = Row("dense", "Dense", "float32", "mixed_float16", "")
         >>> policy = keras.DTypePolicy("mixed_float16")
-        >>> print(str(ConversionReport(policy, [row], print)).splitlines()[0])
+        >>> print(str(ConversionReport(policy, (row,))).splitlines()[0])
         1 layer under mixed_float16: 1 changed, 0 in float32
     """
 
-    def __init__(
-        self,
-        policy: keras.DTypePolicy,
-        rows: list[Row],
-        undo: layer_changes.Undo,
-        notes: tuple[str, ...] = (),
-    ) -> None:
-        self.policy = policy
-        self.rows, self.notes = tuple(rows), notes
-        self._undo: layer_changes.Undo | None = undo
+    policy: keras.DTypePolicy
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+    # A copy whose variables were cast has no way back.
+    way_back: layer_changes.Undo | None = None
 
     def undo(self) -> None:
         """Restores every dtype, method and optimizer.
@@ -92,17 +82,13 @@ class ConversionReport(_tables.Printed):
                 was converted again or quantized since, or if the variables of
                 a copy were cast.
         """
-        if self._undo is None:
+        if self.way_back is None:
             raise RuntimeError(
                 "This conversion has been undone already, or made a copy. Call "
                 "`apply_policy(model, policy)` to convert the model again."
             )
-        self._undo()
-        self._undo = None
-
-    def refuse_undo(self) -> None:
-        """Makes `undo` raise, because the variables of a copy were cast."""
-        self._undo = None
+        self.way_back()
+        self.way_back = None
 
     @property
     def kept(self) -> tuple[Row, ...]:
@@ -207,7 +193,7 @@ def _convert(
                 f"tfmix.convert_model(model, {policy.name!r})`, which returns "
                 "a copy."
             )
-    rows = [
+    rows = tuple(
         Row(
             layers.path_of(step.layer),
             type(step.layer).__name__,
@@ -217,21 +203,17 @@ def _convert(
         )
         for step in steps
         if step.shown
-    ]
+    )
     notes = planned_policies.unused_rules(model, policy)
     float8 = policies.with_rules(policy).is_float8
     if all(row.before == row.after for row in rows) and not (
         float8 or chosen_layers.reasons(model)
     ):
-        if any(row.after == policy.name for row in rows):
-            note = f"The model was {policy.name} already: no layer changes."
-        else:
-            note = "No layer changes: the last column says why."
-        notes = (note, *notes)
+        notes = ("No layer changes: the last column says why.", *notes)
     undo, optimizer = _change(model, policy, steps, optimizer)
     for note in notes:
         _messages.warn("%s", note)
-    return ConversionReport(policy, rows, undo, notes), optimizer
+    return ConversionReport(policy, rows, notes, undo), optimizer
 
 
 def _change(
@@ -300,7 +282,7 @@ def converted_copy(
         optimizer = type(optimizer).from_config(optimizer.get_config())
     report, optimizer = _convert(twin, policy, optimizer, may_cast=True)
     if casts:
-        report.refuse_undo()
+        report.way_back = None
     return twin, report, optimizer
 
 
