@@ -259,7 +259,7 @@ def test_a_healthy_report_prints_the_least_headroom_and_bounds():
     assert len(text.splitlines()) < 20
     least = min(report.rows, key=lambda row: row.headroom_bits)
     assert f"{least.layer} " in text
-    assert f"{len(report.rows) - 5} more rows ok" in text
+    assert f"{len(report.rows) - 5} more rows in all" in text
     assert "What to write" not in text
     # The largest error stands beside its bound.
     text = str(

@@ -321,18 +321,6 @@ def test_the_sentence_on_fitting_is_printed():
     assert not advise(model, 32).fitting
 
 
-@pytest.mark.parametrize(("units", "is_small"), [(8, True), (4096, False)])
-def test_a_small_model_gets_the_note_that_16_bit_gains_nothing(units, is_small):
-    hidden = layers.Dense(units)
-    model = sequential(hidden, layers.Dense(units))
-    said = advise(model, 256, target="t4").fitting
-    why = (
-        "would not be faster: the products take less time than a kernel launch"
-    )
-    assert (why in said) == is_small
-    assert ("faster is mixed_float16" in said) != is_small
-
-
 def test_a_note_explains_alignment_if_a_shape_is_not_aligned():
     aligned = sequential(layers.Dense(128), shape=(128,))
     assert "multiples of 8" not in str(advise(aligned, 32))

@@ -262,12 +262,7 @@ def _policy(
         )
     if isinstance(policy, str) and now == {accepted.compute_dtype}:
         return None, policies.with_rules(accepted)
-    if isinstance(accepted, policies.Policy):
-        return accepted, accepted
-    without_rules = policies.Policy(
-        f"mixed_{accepted.compute_dtype}", float32_layers=[], float32_ops=[]
-    )
-    return accepted, without_rules
+    return accepted, policies.with_rules(accepted)
 
 
 def _rows(

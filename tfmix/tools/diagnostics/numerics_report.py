@@ -6,7 +6,7 @@ import math
 import os
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tfmix import _formats, _messages, _tables
@@ -146,8 +146,12 @@ class NumericsReport(_tables.Printed):
         identities = set(map(id, self.rows if self.verbose else kept))
         shown = [row for row in self.rows if id(row) in identities]
         notes = list(self.notes)
-        if left_out := self._left_out(len(self.rows) - len(shown), shown):
-            notes.append(left_out)
+        if more := len(self.rows) - len(shown):
+            seen = sum(row.verdict != verdicts.OK for row in shown)
+            notes.append(
+                f"{len(self.faults) - seen} more at fault and {more} more rows "
+                "in all: see `report.rows`, and in a shell `--verbose`."
+            )
         title = self.title
         if not self.forward_only:
             title += f" (loss scale {self.loss_scale:g})"
@@ -155,21 +159,6 @@ class NumericsReport(_tables.Printed):
         cells = list(map(_cells, shown))
         code = _code(shown if self.verbose else shown[:_ADVICE_SHOWN])
         return [_tables.Table(_HEADS, cells, title, notes, code, row_verdicts)]
-
-    def _left_out(
-        self, count: int, shown: Sequence[verdicts.LayerVerdict]
-    ) -> str:
-        """Returns a note on the rows that are not shown, "" if all are."""
-        if not count:
-            return ""
-        seen = sum(row.verdict != verdicts.OK for row in shown)
-        faulty = len(self.faults) - seen
-        more = f"{faulty} more at fault and {count - faulty} more"
-        more = f"{more if faulty else f'{count} more rows'} ok: "
-        note = f"{more}`report.rows` has all, and in a shell `--verbose`."
-        if faulty:
-            note += " `report.suggested_policy()` says which to change."
-        return note
 
 
 def _name(policy: policies.Policy) -> str:
