@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -133,32 +133,20 @@ def _judge_all(judge: runs.Judge) -> _Findings:
     batch, signatures = judge.batch, judge.run.signatures
     findings: _Findings = []
     order, has_weights_before = 0, False
-    read_last: Callable[[], _Findings] = list
 
     def on_call(call: probe.Call) -> Any:
-        nonlocal order, has_weights_before, read_last
+        nonlocal order, has_weights_before
         reaches_weights = has_weights_before
-        signature = signatures.get(call.key)
-        # Judging a layer without inner layers computes its outputs as well.
-        is_whole = signature and signature.is_tensor and call.target.whole
-        outputs = None if is_whole else call.proceed()
+        outputs = call.proceed()
         has_weights_before |= bool(call.target.weights)
-        if signature is None:
-            return outputs
-        order += 1
-        pairs = judge.pairs(call)
-        # The last call's results are read while a device computes these.
-        findings.extend(read_last())
-        read_last = functools.partial(
-            _judge_call, judge, call, pairs, order, reaches_weights
-        )
-        return pairs[1][1][0] if is_whole else outputs
+        if call.key in signatures:
+            order += 1
+            findings.extend(_judge_call(judge, call, order, reaches_weights))
+        return outputs
 
     with runs.in_float32(batch.model):
         with probe.watched(judge.targets, on_call):
             outputs = batch.outputs(batch.weights())
-        with keras.StatelessScope():
-            findings += read_last()
     findings += _judge_weights(judge.targets, judge.run.planned, judge.limits)
     if batch.loss is not None:
         findings += _judge_loss(judge, outputs, order + 1)
@@ -166,14 +154,10 @@ def _judge_all(judge: runs.Judge) -> _Findings:
 
 
 def _judge_call(
-    judge: runs.Judge,
-    call: probe.Call,
-    pairs: list[runs.Pair],
-    order: int,
-    reaches_weights: bool,
+    judge: runs.Judge, call: probe.Call, order: int, reaches_weights: bool
 ) -> _Findings:
     """Judges a call by its results in 16 bit and in float32."""
-    name, limits, gaps = call.target.name, judge.limits, judge.gaps(pairs)
+    name, limits, gaps = call.target.name, judge.limits, judge.gaps(call)
     bad_input = verdicts.of_output(gaps.arguments, limits) != verdicts.OK
     verdict = verdicts.of_output(gaps.outputs, limits)
     forward = (name, verdicts.FORWARD, verdict, gaps.outputs, order, bad_input)

@@ -29,7 +29,6 @@ class Signature:
     arguments: tuple[str, ...]  # the dtypes of the inputs
     outputs: tuple[str, ...]  # the dtypes of the outputs
     shapes: tuple[tuple[int, ...], ...]  # the shapes of the outputs
-    is_tensor: bool  # true if the call returns one tensor, not a nest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +86,6 @@ def sixteen_bit(
                     arguments=tuple(map(probe.dtype, inputs)),
                     outputs=tuple(map(probe.dtype, leaves)),
                     shapes=tuple(tuple(leaf.shape) for leaf in leaves),
-                    is_tensor=probe.is_float(outputs),
                 )
             return outputs
 
@@ -200,12 +198,8 @@ class Judge:
         """Returns a judge at another loss scale."""
         return dataclasses.replace(self, loss_scale=loss_scale)
 
-    def pairs(self, call: probe.Call) -> list[Pair]:
-        """Makes a call of the float32 run in 16 bit and in float32.
-
-        It returns a pair for each of the `CallGaps`. The second pair contains
-        the call's float32 outputs.
-        """
+    def gaps(self, call: probe.Call) -> CallGaps:
+        """Makes a call of the float32 run in 16 bit and in float32."""
         values = [x.value for x in call.target.weights]
         gradients = (self.truth.outputs if self.truth else {}).get(call.key)
 
@@ -216,10 +210,6 @@ class Judge:
         pairs: list[Pair] = programs.run(
             both, call.tensors, values, gradients, scale
         )
-        return pairs
-
-    def gaps(self, pairs: list[Pair]) -> CallGaps:
-        """Measures the results of `pairs`, once they are computed."""
         scales = [1.0, 1.0, *[self.scale] * (len(pairs) - 2)]
         arguments, outputs, *gradients = (
             ranges.gap(near, exact, self.limits, scale)
