@@ -505,7 +505,6 @@ def test_fit_is_counted_and_explained(tmp_path):
     assert found["policy"] == "mixed_float16"
     assert found["why"] == "asked for, in place of the script's float32"
     assert (found["steps"], found["skipped"]) == (13, 3)
-    assert "`x`" in found["cause"]
     # A step takes the time until the next one, in which `fit` sleeps.
     assert 30 <= found["milliseconds"] < 100
     assert found["first_seconds"] > found["milliseconds"] / 1000
@@ -854,7 +853,6 @@ def test_processes_have_the_policy_and_backends_are_the_scripts(tmp_path):
     assert done.stdout.split() == ["['bfloat16']", other, "bfloat16"]
     trace = done.stderr.partition("Traceback (most recent call last):\n")[2]
     assert trace.startswith(f'  File "{script}", line 15, in <module>\n')
-    assert "ended by ValueError: of theirs" in trace
     assert done.stderr.count("tfmix run: ") == 1
 
 
@@ -896,8 +894,8 @@ def test_scripts_of_others_run(tmp_path):
 def a_run(**values):
     known = {
         **{"policy": "mixed_float16", "dtype": "float16", "why": "asked for"},
-        **{"device": "NVIDIA H100", "fast": True, "failed": "", "ended": ""},
-        **{"steps": 100, "skipped": 0, "cause": "", "milliseconds": 10.0},
+        **{"device": "NVIDIA H100", "fast": True, "failed": ""},
+        **{"steps": 100, "skipped": 0, "milliseconds": 10.0},
         **{"is_cpu": False, "timed": 99, "blocks": [10.0] * 5},
         **{"first_seconds": 1.0, "peak_bytes": 100 * 2**20, "loss": 0.5},
         **{"float32_layers": {}, "layers": 3, "fallen": ()},

@@ -146,8 +146,8 @@ class SkipWatch(keras.callbacks.Callback):
         skips = self._skips(self._now)
         if skips.skipped:
             self._last = skips
-            loss = _loss(logs or {})
-            self.on_skips(epoch + 1, skips.applied, skips.skipped, loss)
+        if skips.skipped and skips.are_news:
+            self._report(epoch + 1, skips, _loss(logs or {}))
         for optimizer, count in self._now.items():
             lowest = self._lowest.get(optimizer, math.inf)
             self._lowest[optimizer] = min(lowest, count.scale)
@@ -166,20 +166,17 @@ class SkipWatch(keras.callbacks.Callback):
         """Leaves the callbacks."""
         self.leave()
 
-    def on_skips(
-        self, epoch: int, applied: int, skipped: int, loss: float
+    def _report(
+        self, epoch: int, skips: skip_causes.Skips, loss: float
     ) -> None:
-        """Reports the skipped steps of an epoch, unless its scale has grown."""
-        if not self._last.are_news:
-            return
         cause = self.cause(loss)
         warn(
             self,
             "%d of %d steps of epoch %d %s skipped: %s",
-            skipped,
-            applied + skipped,
+            skips.skipped,
+            skips.applied + skips.skipped,
             epoch,
-            "was" if skipped == 1 else "were",
+            "was" if skips.skipped == 1 else "were",
             "as before" if cause.kind == self._cause else cause.text,
         )
         self._cause = cause.kind
@@ -297,38 +294,27 @@ def _loss(logs: Mapping[str, Any]) -> float:
     return losses.get("loss", max(losses.values(), key=abs, default=math.nan))
 
 
-class Reporter:
-    """Lets a watch join each `fit` of a model.
+def fit(model: keras.Model, fit: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Calls a model's `fit` with a watch around."""
+    watch = SkipWatch()
+    watch.read(args, kwargs)
+    token = _watch_of_fit.set(watch)
+    try:
+        return fit(*args, **kwargs)
+    finally:
+        _watch_of_fit.reset(token)
+        watch.leave()
 
-    Args:
-        make_watch: Returns a new watch.
+
+def begin(model: keras.Model) -> None:
+    """Lets the watch join the callbacks, which exist by now.
+
+    Code of the user's may also call the `fit` of the model's class.
     """
-
-    def __init__(self, make_watch: Callable[[], SkipWatch]) -> None:
-        self._make_watch = make_watch
-
-    def fit(
-        self, model: keras.Model, fit: Callable, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Calls a model's `fit` with a watch around."""
-        watch = self._make_watch()
-        watch.read(args, kwargs)
-        token = _watch_of_fit.set(watch)
-        try:
-            return fit(*args, **kwargs)
-        finally:
-            _watch_of_fit.reset(token)
-            watch.leave()
-
-    def begin(self, model: keras.Model) -> None:
-        """Lets the watch join the callbacks, which exist by now.
-
-        Code of the user's may also call the `fit` of the model's class.
-        """
-        watch = _watch_of_fit.get()
-        history = getattr(model, "history", None)
-        # That of an earlier run, which a single step would find, has entries.
-        if watch is None and getattr(history, "history", None) == {}:
-            watch = self._make_watch()
-        if watch is not None:
-            watch.join(model)
+    watch = _watch_of_fit.get()
+    history = getattr(model, "history", None)
+    # That of an earlier run, which a single step would find, has entries.
+    if watch is None and getattr(history, "history", None) == {}:
+        watch = SkipWatch()
+    if watch is not None:
+        watch.join(model)
