@@ -21,7 +21,7 @@ def train(model: keras.Model, x: np.ndarray, y: np.ndarray) -> int:
         float32_layers=tfmix.Policy.default_float32_layers(
             add=["head", "enc/.*"]
         ),
-        float32_ops=tfmix.Policy.default_float32_ops(remove=["tanh"]),
+        float32_ops=tfmix.Policy.default_float32_ops(add=["cos"]),
     )
     assert_type(policy.float32_ops, list[str])
     rule = tfmix.DynamicLossScale(1024.0, growth_steps=100)

@@ -3,12 +3,10 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
-
-from tfmix import _arguments
 
 RuleItem = str | type
 
@@ -107,10 +105,8 @@ LEVELS: dict[str, Level] = {
 }
 
 
-def default_float32_layers(
-    *, add: Iterable[RuleItem] = (), remove: Iterable[str] = ()
-) -> list[RuleItem]:
-    """Returns the default rules, extended or shortened, as a fresh list.
+def default_float32_layers(*, add: Iterable[RuleItem] = ()) -> list[RuleItem]:
+    """Returns the default rules, extended, as a fresh list.
 
     Use it to write a policy's own list:
     `Policy(name, float32_layers=Policy.default_float32_layers(add=[...]))`.
@@ -118,36 +114,16 @@ def default_float32_layers(
     Args:
         add: Items to append: layer classes, class names, or regular
             expressions. Defaults to none.
-        remove: Names of the default list to leave out. Defaults to none.
 
     Returns:
         A list of rule items; changing it changes nothing else.
 
-    Raises:
-        ValueError: If an item of `add` is there already, or one of `remove`
-            is not.
-
     Examples:
-        >>> "Softmax" in default_float32_layers(remove=["Average"])
+        >>> "Softmax" in default_float32_layers()
         True
     """
     names = [rule.layer_class for rule in DEFAULT_LAYER_RULES]
-    allowed = f"layers of the default list, {names}"
-    return list(resolve([*without(names, remove, allowed), *add]))
-
-
-def without(
-    default: Sequence[str], remove: Iterable[str], allowed: str
-) -> list[str]:
-    """Returns a default list without the names in `remove`."""
-    removed = list(remove)
-    for name in removed:
-        if name not in default:
-            raise ValueError(
-                f"`remove` may only name {allowed}. Received: {name!r}."
-                f"{_arguments.did_you_mean(name, default)}"
-            )
-    return [name for name in default if name not in removed]
+    return list(resolve([*names, *add]))
 
 
 def resolve(
@@ -155,27 +131,22 @@ def resolve(
 ) -> tuple[RuleItem, ...]:
     """Checks a list of layer rules and returns it as a tuple."""
     check = functools.partial(_check, argument=argument)
-    return distinct(argument, items, check, "['Softmax', 'head.*']")
+    return checked(argument, items, check, "['Softmax', 'head.*']")
 
 
-def distinct(
+def checked(
     argument: str, items: Any, check: Callable[[Any], None], example: str
 ) -> tuple[Any, ...]:
-    """Checks the items of a list, of which none may come twice."""
+    """Checks the items of a list, and leaves out repetitions."""
     if isinstance(items, str | type) or not isinstance(items, Iterable):
         raise TypeError(
             f"`{argument}` must be a list, for example {example}. "
             f"Received: {argument}={items!r}."
         )
-    seen: list[Any] = []
-    for item in items:
+    every = list(items)
+    for item in every:
         check(item)
-        if item in seen:
-            raise ValueError(
-                f"`{argument}` names {item!r} twice. Leave one out."
-            )
-        seen.append(item)
-    return tuple(seen)
+    return tuple(dict.fromkeys(every))
 
 
 def matches(

@@ -50,7 +50,7 @@ class Policy(keras.DTypePolicy):
     Raises:
         TypeError: If `name` or a list has the wrong type.
         ValueError: If `name` is none of the above, a list names something
-            twice or something unknown, or `float8_layers` is given to another
+            unknown, or `float8_layers` is given to another
             policy than `"mixed_float8"`.
 
     Examples:
