@@ -288,9 +288,6 @@ def _rows(
                 math.inf if gap.broken else gap.relative_error,
                 gap.headroom_bits,
                 advice,
-                float(gap.cosine)
-                if finding.phase == verdicts.BACKWARD
-                else None,
                 gap.broken and finding.verdict != verdicts.OK,
                 dtypes.get(finding.layer, ""),
                 verdicts.bound(finding, limits),

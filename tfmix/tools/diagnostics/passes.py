@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 import types
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -12,7 +11,7 @@ import numpy as np
 from keras import ops
 
 from tfmix import _formats
-from tfmix._keras import layers, variables
+from tfmix._keras import layers
 from tfmix.conversion import planned_policies
 from tfmix.loss_scaling import rules
 from tfmix.ops import tensors
@@ -147,7 +146,6 @@ def _judge_all(judge: runs.Judge) -> _Findings:
     with runs.in_float32(batch.model):
         with probe.watched(judge.targets, on_call):
             outputs = batch.outputs(batch.weights())
-    findings += _judge_weights(judge.targets, judge.run.planned, judge.limits)
     if batch.loss is not None:
         findings += _judge_loss(judge, outputs, order + 1)
     return findings
@@ -209,41 +207,6 @@ def _judge_loss(judge: runs.Judge, outputs: Any, order: int) -> _Findings:
     return [
         finding(verdicts.FORWARD, verdict, forward, note=note),
         finding(verdicts.BACKWARD, back, backward),
-    ]
-
-
-def _judge_weights(
-    targets: Sequence[probe.Target],
-    planned: planned_policies.Plan,
-    limits: _formats.Format,
-) -> list[verdicts.Finding]:
-    """Judges all weights that are cast to 16 bit, also unused ones."""
-    result = []
-    for order, target in enumerate(targets):
-        if values := _cast_weights(target, planned):
-            # NumPy casts on the host: a device would compile for each shape.
-            with np.errstate(over="ignore"):
-                near = [value.astype(limits.name) for value in values]
-            gap = ranges.gap(near, values, limits)
-            verdict = verdicts.of_output(gap, limits)
-            fields = (target.name, verdicts.WEIGHTS, verdict, gap, order)
-            result.append(verdicts.Finding(*fields))
-    return result
-
-
-def _cast_weights(
-    target: probe.Target, planned: planned_policies.Plan
-) -> list[Any]:
-    if not isinstance(target.operation, keras.Layer):
-        return []
-    # Layers without autocast, such as normalisations, cast weights only where
-    # they do not need float32. An embedding casts the rows that it looks up.
-    return [
-        ops.convert_to_numpy(variable.value)
-        for layer in (target.layers if target.whole else [target.operation])
-        if planned_policies.dtype(planned, layer) in _formats.SIXTEEN_BIT
-        and (layer.autocast or isinstance(layer, keras.layers.Embedding))
-        for variable in variables.own_trainable(layer)
     ]
 
 
