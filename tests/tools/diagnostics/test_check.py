@@ -267,7 +267,7 @@ def test_a_healthy_report_prints_the_least_headroom_and_bounds():
             headed(keras.layers.Dense(4, name="first")), *rows(16), loss="mse"
         )
     )
-    shown = [line.split() for line in text.splitlines()[3:6]]
+    shown = [line.split() for line in text.splitlines()[3:5]]
     assert all(row[:2] == ["first", "float16"] for row in shown)
     assert all(row[5] == "of" for row in shown)
 

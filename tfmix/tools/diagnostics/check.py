@@ -278,8 +278,7 @@ def _rows(
     result = []
     for finding in sorted(findings, key=lambda finding: finding.rank):
         gap, name = finding.gap, classes.get(finding.layer, "Layer")
-        is_float32 = dtypes.get(finding.layer) == _formats.FLOAT32.name
-        advice = verdicts.advice(finding, name, limits, unscaled, is_float32)
+        advice = verdicts.advice(finding, name, limits, unscaled)
         result.append(
             verdicts.LayerVerdict(
                 finding.layer,

@@ -52,7 +52,7 @@ def find(
         judge of the last pass, at the loss scale that fits best.
     """
     targets = probe.targets(batch.model)
-    run = runs.sixteen_bit(batch, targets, planned, limits.name)
+    run = runs.sixteen_bit(batch, targets, planned)
     truth = None
     if batch.loss is not None:
         truth = runs.truth(batch, targets, run.signatures)

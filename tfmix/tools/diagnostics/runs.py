@@ -36,9 +36,6 @@ class SixteenBitRun:
     """The result of the 16-bit run."""
 
     signatures: dict[Key, Signature]
-    # True for a call's inputs whose values fit into 16 bits: even if their
-    # dtype is float32, they come from a 16-bit layer.
-    rounded: dict[Key, list[bool]]
     output_dtypes: tuple[str, ...]
     # The plan has float32 for each layer that fell back to it.
     planned: planned_policies.Plan
@@ -65,23 +62,20 @@ def sixteen_bit(
     batch: batches.Batch,
     targets: Sequence[probe.Target],
     planned: planned_policies.Plan,
-    fmt: str,
 ) -> SixteenBitRun:
     """Runs the model forward in 16 bit and records the dtypes."""
     signatures: dict[Key, Signature] = {}
     output_dtypes: tuple[str, ...] = ()
 
-    def forward(weights: list[Any]) -> dict[Key, list[Any]]:
+    def forward(weights: list[Any]) -> list[Any]:
         nonlocal output_dtypes
         trace = tracing.trace()
-        fits: dict[Key, list[Any]] = {}
 
         def on_call(call: probe.Call) -> Any:
             outputs = call.proceed()
             leaves, inputs = probe.floats(outputs), call.tensors
             # Calls in the body of a compiled loop have no values to read.
             if all(tracing.is_made_in(trace, x) for x in leaves + inputs):
-                fits[call.key] = [_fits(leaf, fmt) for leaf in inputs]
                 signatures[call.key] = Signature(
                     arguments=tuple(map(probe.dtype, inputs)),
                     outputs=tuple(map(probe.dtype, leaves)),
@@ -90,16 +84,15 @@ def sixteen_bit(
             return outputs
 
         with probe.watched(targets, on_call):
-            outputs = batch.outputs(weights)
-        output_dtypes = tuple(map(probe.dtype, probe.floats(outputs)))
-        return fits
+            outputs = probe.floats(batch.outputs(weights))
+        output_dtypes = tuple(map(probe.dtype, outputs))
+        return outputs
 
     with graphs.policies(planned):
-        fits = programs.run(forward, batch.weights())
-        rounded = {key: [*map(bool, each)] for key, each in fits.items()}
+        programs.run(forward, batch.weights())
         ran = {layer: layers.own_policy(layer) for layer in planned}
         fallbacks = fallback.reasons(batch.model)
-    return SixteenBitRun(signatures, rounded, output_dtypes, ran, fallbacks)
+    return SixteenBitRun(signatures, output_dtypes, ran, fallbacks)
 
 
 def truth(
@@ -149,14 +142,6 @@ def _split(
         for key, signature in signatures.items()
     }
     return by_call, list(rest)
-
-
-def _fits(tensor: Any, fmt: str) -> Any:
-    if probe.dtype(tensor) in _formats.SIXTEEN_BIT:
-        return True
-    tensor = ops.cast(tensor, "float32")
-    same = ops.cast(ops.cast(tensor, fmt), "float32") == tensor
-    return ops.all(same | ops.isnan(tensor))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,12 +213,9 @@ class Judge:
         inputs = len(tensors)
         exact = [ops.cast(leaf, "float32") for leaf in tensors]
         near = [
-            ops.cast(ops.cast(leaf, self.limits.name) if small else leaf, dtype)
-            for leaf, small, dtype in zip(
-                exact,
-                self.run.rounded[call.key],
-                self.run.signatures[call.key].arguments,
-                strict=True,
+            ops.cast(leaf, dtype)
+            for leaf, dtype in zip(
+                exact, self.run.signatures[call.key].arguments, strict=True
             )
         ]
         function = _function(call, inputs, call.target.weights)

@@ -140,12 +140,10 @@ def advice(
     layer_class: str,
     limits: _formats.Format,
     unscaled: bool,
-    is_float32: bool,
 ) -> str:
     """Returns a line of Python, with the reason as its comment, or nothing.
 
     An `unscaled` model trains without a loss scale, which would fix underflow.
-    A layer that `is_float32` already cannot fix its input.
     """
     if finding.verdict == OK:
         return finding.note and f"# {finding.note}"
@@ -154,8 +152,6 @@ def advice(
         code = _SCALER
     elif finding.gap.broken:
         return f"# {_why(finding, limits)}"
-    elif is_float32 and finding.bad_input:
-        return f"# its input does not fit into {limits.name}"
     elif finding.layer == LOSS:
         code = _loss_code(finding)
     else:
