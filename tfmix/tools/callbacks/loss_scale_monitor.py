@@ -6,10 +6,9 @@ from typing import Any
 import keras
 
 from tfmix import _arguments, _messages
-from tfmix._keras import optimizers as keras_optimizers
 from tfmix.loss_scaling import errors, standstill
 from tfmix.loss_scaling import optimizer as scaling
-from tfmix.tools.diagnostics import missing_scaler, skip_report
+from tfmix.tools.diagnostics import skip_report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +58,7 @@ class LossScaleMonitor(skip_report.SkipWatch):
         timeline: List of `Reading`. The first is taken before the first step.
 
     Raises:
-        TypeError: If a number is not an integer; in `fit`, if the optimizer is
-            Keras's own loss scaler.
+        TypeError: If a number is not an integer.
         ValueError: If a number is below 1.
         tfmix.LossScaleError: In `fit`, when the run is stuck.
 
@@ -158,20 +156,11 @@ class LossScaleMonitor(skip_report.SkipWatch):
 
 def _has_scale(model: keras.Model) -> bool:
     """Returns whether a model has tfmix's optimizer; warns if it does not."""
-    optimizer = getattr(model, "optimizer", None)
     if scaling.scalers(model):
         return True
-    if isinstance(optimizer, keras_optimizers.KerasScaler):
-        raise TypeError(
-            "LossScaleMonitor needs tfmix.LossScaleOptimizer, which counts "
-            "skipped steps; Keras's own class does not. Received: "
-            f"model.optimizer={optimizer!r}. Compile with "
-            "tfmix.LossScaleOptimizer(inner_optimizer)."
-        )
-    text = (
-        "LossScaleMonitor has nothing to show: the model was compiled "
-        f"without loss scaling (its optimizer is {type(optimizer).__name__}). "
-        + missing_scaler.warning(model)
+    _messages.warn(
+        "LossScaleMonitor has nothing to show: the model was compiled without "
+        "tfmix.LossScaleOptimizer (its optimizer is %s).",
+        type(getattr(model, "optimizer", None)).__name__,
     )
-    _messages.warn(text.rstrip())
     return False

@@ -12,7 +12,6 @@ from tfmix import _arguments, _formats, _messages
 from tfmix._keras import training
 from tfmix.tools.diagnostics import (
     check,
-    missing_scaler,
     numerics_report,
     skip_report,
     verdicts,
@@ -72,8 +71,6 @@ class NumericsMonitor(keras.callbacks.Callback):
         self._tap = Tap(function, model, self.every, self._look, self._step)
         model.train_function = self._tap
         self._failed = False
-        if note := missing_scaler.warning(model):
-            _messages.warn("%s", note)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Restores the training function."""

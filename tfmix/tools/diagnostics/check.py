@@ -35,10 +35,6 @@ from tfmix.tools.diagnostics import (
 ROWS = 64
 _FLOAT16 = _formats.FLOAT16
 _IDLE = "No layer computes in 16 bit, so there was nothing to compare."
-_QUANTIZED = (
-    "Quantized layers keep their dtypes. To compute in 16 bit around the "
-    "integers, create the model under 'mixed_bfloat16', then quantize it."
-)
 
 
 def check(
@@ -149,8 +145,6 @@ def _run(
     model = batch.model
     narrow = _narrow_layers(model, judge.run.planned)
     idle = [] if narrow else [_IDLE]
-    if idle and any(x.quantization_mode for x in layers.flat_layers(model)):
-        idle.append(_QUANTIZED)
     return numerics_report.NumericsReport(
         rows=(
             *bad,

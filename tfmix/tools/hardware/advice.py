@@ -180,9 +180,9 @@ def advise(
     Args:
         model: A `keras.Model`. It is built if necessary.
         batch_size: Integer, rows of a training batch.
-        input_shape: The shape of one row, such as `(128,)`, for every input,
-            or a nest of such shapes, for a model that is not built or has
-            inputs of any length. Defaults to `None`: the model's own.
+        input_shape: The shape of one row of every input, such as `(128,)`,
+            for a model that is not built or has inputs of any length.
+            Defaults to `None`: the model's own.
         target: The name of one of `targets()`. Its memory decides what fits
             in the 16-bit dtype of `"auto"` there. Defaults to `None`: the
             memory is not compared.
