@@ -152,7 +152,7 @@ def test_a_model_loads_after_other_layers_became_trainable(
 INNER = {
     "adam": lambda: keras.optimizers.Adam(0.01),
     "masters": lambda: tfmix.optimizers.MasterWeightOptimizer(
-        keras.optimizers.Adam(0.01), flat=True
+        keras.optimizers.Adam(0.01)
     ),
 }
 

@@ -174,18 +174,13 @@ def applies(optimizer: Optimizer) -> keras.Variable:
     return innermost._iterations
 
 
-def uses_weight_decay(optimizer: Optimizer, variable: keras.Variable) -> bool:
-    """Returns False if `exclude_from_weight_decay` named the variable."""
+def undecayed(optimizer: Optimizer, variables: Sequence) -> list:
+    """Returns the variables that an optimizer's weight decay leaves out."""
     # Keras 3.16 decides in `build`; earlier versions use another name.
     excluded = getattr(optimizer, "_is_excluded_from_weight_decay", None)
     if excluded is not None:
-        return not excluded(variable)
-    return bool(optimizer._use_weight_decay(variable))
-
-
-def undecayed(optimizer: Optimizer, variables: Sequence) -> list:
-    """Returns the variables that an optimizer's weight decay leaves out."""
-    return [v for v in variables if not uses_weight_decay(optimizer, v)]
+        return [v for v in variables if excluded(v)]
+    return [v for v in variables if not optimizer._use_weight_decay(v)]
 
 
 def averages(optimizer: Optimizer) -> list[tuple[Any, Any]]:
