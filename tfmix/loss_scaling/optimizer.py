@@ -25,7 +25,7 @@ from tfmix.loss_scaling import (
     state,
 )
 from tfmix.ops import tensors
-from tfmix.step import finite, gradients, guard, replicas
+from tfmix.step import finite, guard, replicas
 
 # Keras's class uses these names for a loss scale's state, so that tfmix can
 # read a checkpoint of either.
@@ -302,12 +302,10 @@ class LossScaleOptimizer(
         variables: list = self._model_variables
         if len(variables) != len(grads):
             variables = [None] * len(grads)
-        if self._takes_scaled():
-            true = gradients.unscaled(grads, variables, self.rule_scale())
-        else:
-            true = gradients.in_float32(grads, variables)
+        scale = self.rule_scale() if self._takes_scaled() else None
+        true = finite.unscaled(grads, variables, scale)
         return [
-            None if g is None else gradients.without_infinities(g) for g in true
+            None if g is None else finite.without_infinities(g) for g in true
         ]
 
     @tracing.untouched
@@ -598,15 +596,17 @@ class LossScaleOptimizer(
             scale = self._state.scale_by(keras_variables.reader())
         current = rule.current(scale)
 
-        def count(applied: Any, bad: Any, true: list, summed: list) -> None:
+        def count(applied: Any, bad: Any, summed: list) -> None:
             def is_data() -> Any:
-                each = gradients.without_values(summed, variables)
-                return self._is_bad_data(each, unscaled)
+                # `unscale_gradients` makes NaN of an overflow as well, but not
+                # of each gradient.
+                both = ops.logical_and if unscaled else ops.logical_or
+                can_tell = self._can_detect_bad_data()
+                return can_tell and finite.blames_data(summed, variables, both)
 
             self._state.count(applied, bad, variables, is_data)
             self._state.warn(applied, bad)
 
-        by_scale = functools.partial(gradients.unscaled, scale=current)
         finite.apply_step(
             self,
             grads,
@@ -615,24 +615,12 @@ class LossScaleOptimizer(
             assigned=own + inner.variables,
             counters=[*self.variables, *placing.variables_of(variables)],
             count=count,
-            unscale=gradients.in_float32 if unscaled else by_scale,
+            scale=None if unscaled else current,
             checks_unscaled=rule.may_enlarge and not unscaled,
         )
         # The flag is read from the counter. For a separate boolean, XLA would
         # count in another kernel.
         guard.report(self.last_step_applied())
-
-    def _is_bad_data(self, grads: Sequence, unscaled: bool) -> Any:
-        """Returns whether the data is not finite, if gradients tell that.
-
-        `unscale_gradients` makes NaN of an overflow as well, but not of each
-        gradient.
-        """
-        if not self._can_detect_bad_data():
-            return False
-        return gradients.blames_data(
-            grads, ops.logical_and if unscaled else ops.logical_or
-        )
 
     def _can_detect_bad_data(self) -> bool:
         """Returns whether NaN in gradients means data that is not finite.

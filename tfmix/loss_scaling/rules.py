@@ -39,8 +39,8 @@ class LossScale(abc.ABC):
     - `update(state, finite)` returns the next state and changes nothing else.
       It has to work on tensors inside a compiled step (`keras.ops.where`
       instead of `if`).
-    - `current(state)` is finite and positive for any state, and never below
-      `lowest_scale` (0.0; from 1 on, XLA's check is cheaper).
+    - `current(state)` is positive and at most 2**126 for any state, and never
+      below `lowest_scale` (0.0; from 1 on, XLA's check is cheaper).
 
     Examples:
         >>> class Halving(LossScale):
@@ -83,14 +83,14 @@ class LossScale(abc.ABC):
     def current(self, state: Any) -> Any:
         """Returns the loss scale to use now, a positive finite scalar.
 
-        If the stored value is unusable (0, negative, inf or NaN, as from the
-        checkpoint of a failed run), it is the initial one.
+        If the stored value is unusable (0, negative, above 2**126 or NaN, as
+        from the checkpoint of a failed run), it is the initial one.
         """
         stored = state.scale
         initial = _constant_like(self.init()[0], stored)
         # Any comparison with NaN is false.
         positive = kernels.select(stored > 0, stored, initial)
-        return kernels.select(positive < math.inf, positive, initial)
+        return kernels.select(positive <= _arguments.HIGHEST, positive, initial)
 
     def get_config(self) -> dict:
         """Returns the settings as keyword arguments of the constructor."""

@@ -30,7 +30,7 @@ from tfmix._keras import (
     training,
 )
 from tfmix._keras import variables as keras_variables
-from tfmix.step import finite, gradients, replicas
+from tfmix.step import finite, replicas
 
 
 def guard(model: keras.Model) -> keras.Model:
@@ -457,7 +457,7 @@ class _Guard:
         def chosen(own: Any, without: Any) -> Any:
             # Outside of compiled steps, Keras 3.12 has made numbers of them.
             own = ops.convert_to_tensor(own)
-            if gradients.is_float(own):
+            if finite.is_float(own):
                 # This is NaN in a skipped step, and no other makes one.
                 share = ops.cast(has_own, own.dtype)
                 own = ops.where(has_own, own, 0.0) / share
@@ -528,12 +528,12 @@ def _values_to_restore(pairs: list) -> list:
     before the step, the group is lost: the zeros that the step has written
     stay, and so do its integers, such as the number of batches.
     """
-    floats = [old for _, old in pairs if gradients.is_float(old)]
+    floats = [old for _, old in pairs if finite.is_float(old)]
     begins_lost = ops.logical_not(finite.all_finite(floats))
 
     def mended(variable: Any, old: Any) -> Any:
         new = keras_variables.read(variable)
-        stays = _is_lost(new, old) if gradients.is_float(old) else begins_lost
+        stays = _is_lost(new, old) if finite.is_float(old) else begins_lost
         return kernels.select(stays, new, old)
 
     return [(variable, mended(variable, old)) for variable, old in pairs]
@@ -586,7 +586,7 @@ def statistics_kept_finite(
             return
         for variable, old in written:
             # This is fused with the kernel that computes the value.
-            if gradients.is_float(old):
+            if finite.is_float(old):
                 new = keras_variables.read(variable)
                 lost = _is_lost(old, new)
                 variable.assign(kernels.select(lost, old, new))
@@ -598,7 +598,7 @@ def _any_lost(written: list) -> Any:
     Args:
         written: Variables, each with its value before.
     """
-    floats = [(v, old) for v, old in written if gradients.is_float(old)]
+    floats = [(v, old) for v, old in written if finite.is_float(old)]
     if not floats:
         return False
     new = [keras_variables.read(variable) for variable, _ in floats]
