@@ -164,5 +164,5 @@ def _elements(variables: Iterable[keras.Variable]) -> int:
         for variable in variables
         if keras.backend.is_float_dtype(variable.dtype)
         # 8-bit state counts as well. Its scales are few.
-        or variable.dtype == "uint8"
+        or "int8" in variable.dtype
     )
