@@ -77,11 +77,6 @@ def own_variables(optimizer: Optimizer) -> list[keras.Variable]:
     return list(optimizer._variables)
 
 
-def unused(wrapper: Optimizer) -> tuple[keras.Variable, keras.Variable]:
-    """Returns a wrapper's own count and rate, which Keras's class creates."""
-    return wrapper._iterations, wrapper._learning_rate
-
-
 def remember(optimizer: Optimizer, variables: list[keras.Variable]) -> None:
     """Gives a wrapper the model's variables, without tracking them."""
     vars(optimizer)["_trainable_variables"] = variables

@@ -89,7 +89,7 @@ class Skips(state.Counts):
 
         moves = not _ON_TENSORFLOW or placing.variables_of(to)
         self._state.count(applied, bad, to, is_data if moves else None)
-        self._state.warn(applied, bad)
+        self.warn(applied)
 
     def count_rest(self, steps: int, applied: int) -> None:
         """Counts those of an epoch's steps that were not applied (JAX)."""

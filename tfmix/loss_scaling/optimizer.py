@@ -133,13 +133,6 @@ class LossScaleOptimizer(
         name: str | None = None,
         **kwargs: Any,
     ) -> None:
-        if not kwargs.pop("dynamic", True):
-            raise ValueError(
-                "`dynamic=False` is an argument of the old tf.keras. For a "
-                "fixed scale write LossScaleOptimizer(optimizer, loss_scale="
-                "128.0). (Keras says to set `loss_scale_factor` on the inner "
-                "optimizer; that applies steps that are not finite.)"
-            )
         rule = rules.from_arguments(
             loss_scale, initial_scale, dynamic_growth_steps
         )
@@ -162,7 +155,9 @@ class LossScaleOptimizer(
         self.rule = rule
         self._state = state.State(rule, self._add)
         # Keras saves it beside the state.
-        self._loss_scale_state = saving.OwnState(self._saved_variables)
+        self._loss_scale_state = saving.OwnState(
+            functools.partial(optimizers.own_variables, self)
+        )
 
     @property
     def loss_scale(self) -> Any:
@@ -482,11 +477,9 @@ class LossScaleOptimizer(
     def save_own_variables(self, store: Any) -> None:
         """Writes what a run without loss scaling has in this place.
 
-        In its files Keras writes the rest of the state beside it.
+        Keras writes the rest of the state beside it.
         """
         saving.write(store, self)
-        if isinstance(store, dict):
-            self._loss_scale_state.save_own_variables(store)
 
     def load_own_variables(self, store: Any) -> None:
         """Reads the state of a run with loss scaling or without.
@@ -605,7 +598,7 @@ class LossScaleOptimizer(
                 return can_tell and finite.blames_data(summed, variables, both)
 
             self._state.count(applied, bad, variables, is_data)
-            self._state.warn(applied, bad)
+            self.warn(applied)
 
         finite.apply_step(
             self,
@@ -649,14 +642,6 @@ class LossScaleOptimizer(
     def _model_variables(self) -> list[keras.Variable]:
         """The model's variables that the optimizer was built with."""
         return optimizers.remembered(self)
-
-    def _saved_variables(self) -> list[keras.Variable]:
-        unused = optimizers.unused(self)
-        return [
-            variable
-            for variable in optimizers.own_variables(self)
-            if not any(variable is each for each in unused)
-        ]
 
 
 def scalers(model: keras.Model) -> list[LossScaleOptimizer]:
