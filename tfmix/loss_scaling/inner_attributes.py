@@ -18,7 +18,10 @@ _SHARED_SETTINGS = (
 
 def checked(optimizer: Any) -> keras.optimizers.Optimizer:
     """Returns the optimizer to wrap, from an object, a name or a config."""
-    if isinstance(optimizer, str | dict):
+    if isinstance(optimizer, dict):
+        # Keras changes the config that it gets.
+        optimizer = keras.optimizers.get(dict(optimizer))
+    elif isinstance(optimizer, str):
         optimizer = keras.optimizers.get(optimizer)
     if isinstance(optimizer, type):
         raise TypeError(

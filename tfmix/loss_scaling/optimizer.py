@@ -294,7 +294,7 @@ class LossScaleOptimizer(
             2.0
         """
         grads = list(grads)
-        variables: list = self._model_variables
+        variables: list = optimizers.remembered(self)
         if len(variables) != len(grads):
             variables = [None] * len(grads)
         scale = self.rule_scale() if self._takes_scaled() else None
@@ -512,13 +512,8 @@ class LossScaleOptimizer(
         cls, config: dict, custom_objects: Any = None
     ) -> "LossScaleOptimizer":
         """Returns the optimizer that `get_config`, or Keras's, described."""
-        arguments = dict(config)
-        for key in ("inner_optimizer", "loss_scale"):
-            if isinstance(arguments.get(key), dict):
-                arguments[key] = keras.saving.deserialize_keras_object(
-                    arguments[key], custom_objects=custom_objects
-                )
-        return cls(**arguments)
+        with keras.saving.custom_object_scope(custom_objects or {}):
+            return cls(**config)
 
     def last_step_applied(self) -> Any:
         """Returns whether the last `apply` changed anything.
@@ -546,7 +541,9 @@ class LossScaleOptimizer(
                 self.build(variables)
             # The decision is final, because later compiled code has to agree
             # with earlier code.
-            inside = self.built and model_call.scales(self._model_variables)
+            inside = self.built and model_call.scales(
+                optimizers.remembered(self)
+            )
             self._is_scaling = not inside
         return self._is_scaling
 
@@ -581,7 +578,7 @@ class LossScaleOptimizer(
             variables: The variable of each.
             unscaled: Whether they need no division by the loss scale.
         """
-        own, rule = self._model_variables, self.rule
+        own, rule = optimizers.remembered(self), self.rule
         inner = self.inner_optimizer
         if keras.backend.backend() == "tensorflow":
             replicas.check_replica_context()
@@ -609,7 +606,7 @@ class LossScaleOptimizer(
             counters=[*self.variables, *placing.variables_of(variables)],
             count=count,
             scale=None if unscaled else current,
-            checks_unscaled=rule.may_enlarge and not unscaled,
+            checks_unscaled=rule.lowest_scale < 1.0 and not unscaled,
         )
         # The flag is read from the counter. For a separate boolean, XLA would
         # count in another kernel.
@@ -637,11 +634,6 @@ class LossScaleOptimizer(
         # Keras tracks what is assigned, and must track what it made only once.
         setattr(self, _KERAS_NAMES.get(name, attribute), variable)
         return variable
-
-    @property
-    def _model_variables(self) -> list[keras.Variable]:
-        """The model's variables that the optimizer was built with."""
-        return optimizers.remembered(self)
 
 
 def scalers(model: keras.Model) -> list[LossScaleOptimizer]:

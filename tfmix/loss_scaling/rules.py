@@ -56,16 +56,12 @@ class LossScale(abc.ABC):
 
     @property
     def lowest_scale(self) -> float:
-        """A lower bound of the scale."""
-        return 0.0
+        """A lower bound of the scale.
 
-    @property
-    def may_enlarge(self) -> bool:
-        """Whether dividing by the scale may produce infinity.
-
-        If not, gradients can be checked before they are divided.
+        Dividing by one from 1 on makes no number infinite, so gradients can be
+        checked before they are divided.
         """
-        return self.lowest_scale < 1.0
+        return 0.0
 
     @abc.abstractmethod
     def init(self) -> Any:
@@ -312,6 +308,8 @@ def from_arguments(
         given["growth_steps"] = _arguments.count(
             "dynamic_growth_steps", dynamic_growth_steps
         )
+    if isinstance(loss_scale, dict):
+        loss_scale = keras.saving.deserialize_keras_object(loss_scale)
     if isinstance(loss_scale, str) and loss_scale == "dynamic":
         return DynamicLossScale(**given)
     if given:

@@ -79,27 +79,22 @@ def creating(
             returns the noise of the current step.
     """
     with contextlib.ExitStack() as undo:
-        created = [
-            (worker, _narrow(undo, worker, draw))
-            for worker in optimizers.workers(optimizer)
-        ]
+        for worker in optimizers.workers(optimizer):
+            _narrow(undo, worker, draw)
         yield
-    for worker, slots in created:
-        _refuse_others(worker, slots)
 
 
 def _narrow(
     undo: contextlib.ExitStack,
     worker: Any,
     draw: Callable[[tuple[int, ...], int, Any], Any],
-) -> list[keras.Variable]:
+) -> None:
     """Makes an optimizer round its state until a stack unwinds.
 
-    Returns:
-        A list to which the states will be added.
+    State that is not shaped like its variable, such as Adafactor's rows and
+    columns, stays in float32.
     """
     _check(worker)
-    created: list[keras.Variable] = []
     slots_of: collections.Counter[int] = collections.Counter()
     original = worker.add_variable_from_reference
 
@@ -110,28 +105,25 @@ def _narrow(
     ) -> keras.Variable:
         key = id(reference_variable)
         if _stays_wide(worker, name) or keeps_float32(reference_variable):
-            state = original(reference_variable, name, initializer)
-        else:
-            # Each slot of a variable is rounded with its own noise. Slots of
-            # different variables share theirs, so that one kernel serves all
-            # variables of a shape. Views use streams from 0 on.
-            slots_of[key] += 1
-            stream = -slots_of[key]
+            return original(reference_variable, name, initializer)
+        # Each slot of a variable is rounded with its own noise. Slots of
+        # different variables share theirs, so that one kernel serves all
+        # variables of a shape. Views use streams from 0 on.
+        slots_of[key] += 1
+        stream = -slots_of[key]
 
-            def noise(shape: tuple[int, ...], offset: Any) -> Any:
-                return draw(shape, stream, offset)
+        def noise(shape: tuple[int, ...], offset: Any) -> Any:
+            return draw(shape, stream, offset)
 
-            state = _make(
-                worker, reference_variable, name or "var", initializer, noise
-            )
-            # What the view stores is tracked already. Removing that from the
-            # list of tracked variables would stop TensorFlow from saving it.
-            optimizers.count_as_tracked(worker, state)
-        created.append(state)
+        state = _make(
+            worker, reference_variable, name or "var", initializer, noise
+        )
+        # What the view stores is tracked already. Removing that from the
+        # list of tracked variables would stop TensorFlow from saving it.
+        optimizers.count_as_tracked(worker, state)
         return state
 
     replacing.swap(undo, worker, "add_variable_from_reference", add)
-    return created
 
 
 def _make(
@@ -142,52 +134,28 @@ def _make(
     noise: Callable[[tuple[int, ...], Any], Any],
 ) -> "_Slot":
     shape, code = tuple(variable.shape), _code(worker, name)
-    first = keras.initializers.get(initializer)
-
-    def initializer_of(part: int) -> Any:
-        if isinstance(first, keras.initializers.Zeros):
-            # The codes of zeros are zeros. Encoding them would compile
-            # each operation.
-            return "zeros"
-
-        def initial(_: Any, dtype: Any = None) -> Any:
-            value = ops.cast(first(shape, "float32"), "float32")
-            return eight_bit.encode(value, code, eight_bit.NEAREST)[part]
-
-        return initial
-
     path = f"{variable.path.replace('/', '_')}_{name}"
     codes = worker.add_variable(
         shape=shape,
-        initializer=initializer_of(0),
+        initializer="zeros",
         dtype=code.dtype,
         name=path,
         **variables.placement(variable),
     )
     sizes = worker.add_variable(
         shape=eight_bit.blocks_shape(shape),
-        initializer=initializer_of(1),
+        initializer="zeros",
         dtype="float32",
         name=f"{path}_sizes",
         **variables.on_each_device(variable),
     )
-
-    return _Slot(codes, sizes, code, noise)
-
-
-def _refuse_others(worker: Any, created: list[keras.Variable]) -> None:
-    """Raises an error for state that is neither a slot nor a scalar."""
-    slots = [state for state in created if isinstance(state, _Slot)]
-    parts = [part for slot in slots for part in (slot.stored, slot.sizes)]
-    expected = {*map(id, created), *map(id, parts)}
-    for variable in worker.variables:
-        if tuple(variable.shape) and id(variable) not in expected:
-            raise ValueError(
-                "Optimizer state in 8 bits must be shaped like its variable. "
-                f"Received: inner_optimizer={type(worker).__name__}, with "
-                f"{variable.path!r} of shape {tuple(variable.shape)}. "
-                "Leave out LowMemoryOptimizer, or choose another optimizer."
-            )
+    slot = _Slot(codes, sizes, code, noise)
+    first = keras.initializers.get(initializer)
+    # The codes of zeros are zeros. Encoding them would compile each operation.
+    if not isinstance(first, keras.initializers.Zeros):
+        value = ops.cast(first(shape, "float32"), "float32")
+        slot.set(*eight_bit.encode(value, code, eight_bit.NEAREST))
+    return slot
 
 
 class _Slot(variables.Float32View):
@@ -216,6 +184,9 @@ class _Slot(variables.Float32View):
     def store(self, value: Any) -> None:
         """Stores a float32 tensor, rounded stochastically."""
         noise = functools.partial(self.noise, tuple(value.shape))
-        codes, sizes = eight_bit.encode(value, self.code, noise)
+        self.set(*eight_bit.encode(value, self.code, noise))
+
+    def set(self, codes: Any, sizes: Any) -> None:
+        """Sets what is stored."""
         self.stored.assign(codes)
         self.sizes.assign(sizes)

@@ -15,23 +15,22 @@ class LowMemoryOptimizer(wrapper.OptimizerWrapper):
     Use it for models with float32 variables, including mixed precision. For
     pure 16-bit models put it inside `MasterWeightOptimizer` or
     `BFloat16Optimizer`. Both moments of Adam take 2.03 bytes per weight instead
-    of 8. Each number is an 8-bit float, signed for means and
-    unsigned for second moments, in blocks that share a scale (after arXiv
-    2110.02861, which uses a table of codes). A block is one row of a kernel, or
-    its fewest last axes with 256 numbers. A step computes in float32, rounds
-    its new state stochastically, and updates weights from the rounded state.
-    (A second moment moves by 0.1 % a step, which rounding to nearest would
-    drop.)
+    of 8. Each number is an 8-bit float, signed for means and unsigned for
+    second moments, in blocks that share a scale (after arXiv 2110.02861, which
+    uses a table of codes). A block is one row of a kernel, or its fewest last
+    axes with 256 numbers. A step computes in float32, rounds its new state
+    stochastically, and updates weights from the rounded state. (A second moment
+    moves by 0.1 % a step, which rounding to nearest would drop.)
 
     Variables with fewer than 4096 elements, which would save little, and
     embeddings, whose rare rows have gradients of other sizes, keep float32
     state. So does state from which weights are computed in each step:
-    ScheduleFreeAdamW's momentum, Ftrl's `linear`.
+    ScheduleFreeAdamW's momentum, Ftrl's `linear`; and state of another shape,
+    such as Adafactor's.
 
     Args:
-        inner_optimizer: One of Keras's optimizers, its name or config. Its
-            moments must have the shapes of the variables, and its class must
-            not have an `update_step` of its own.
+        inner_optimizer: One of Keras's optimizers, its name or config, whose
+            class does not have an `update_step` of its own.
         seed: Integer of 31 bits that decides the stochastic rounding.
             Defaults to `None`: drawn from Python's `random`, which
             `keras.utils.set_random_seed` seeds.
@@ -39,9 +38,8 @@ class LowMemoryOptimizer(wrapper.OptimizerWrapper):
 
     Raises:
         ValueError: If an argument is wrong or, when built, if a variable is
-            16-bit, a moment does not have the shape of its variable, the class
-            is not Keras's, or the optimizer is `RMSprop(centered=True)`, whose
-            moments depend on each other.
+            16-bit, the class is not Keras's, or the optimizer is
+            `RMSprop(centered=True)`, whose moments depend on each other.
         TypeError: If `inner_optimizer` is not an optimizer, or `seed` not an
             integer.
 

@@ -115,17 +115,6 @@ class OptimizerWrapper(
         config = {"name": self.name, "inner_optimizer": inner}
         return config | ({} if self.seed is None else {"seed": self.seed})
 
-    @classmethod
-    def from_config(
-        cls, config: dict, custom_objects: dict | None = None
-    ) -> "OptimizerWrapper":
-        """Creates the optimizer, without state, from `get_config()`."""
-        config = dict(config)
-        optimizer = keras.saving.deserialize_keras_object(
-            config.pop("inner_optimizer"), custom_objects=custom_objects
-        )
-        return cls(optimizer, **config)
-
     def _add_seed(self, seed: int | None) -> None:
         """Makes `draw_noise` start from a seed; `None` draws one."""
         if seed is None:

@@ -228,15 +228,6 @@ class Counter:
         )
 
 
-def _counters(optimizer: Any) -> list[keras.Variable]:
-    """Lists the variables that count an optimizer's applied, skipped steps."""
-    if optimizer is None:
-        return []
-    skips = getattr(optimizer, "skips", None)
-    applies = optimizers.applies(optimizer)
-    return [applies] if skips is None else [applies, skips]
-
-
 class _Guard:
     """The guard of one model, which wraps its methods."""
 
@@ -289,7 +280,9 @@ class _Guard:
             mapping += zip(group, new, strict=True)
             before |= zip(map(id, group), old, strict=True)
 
-        counters = _counters(model.optimizer)
+        skips = getattr(model.optimizer, "skips", None)
+        counters = [optimizers.applies(model.optimizer)]
+        counters += [] if skips is None else [skips]
         with keras.StatelessScope(state_mapping=mapping) as scope:
             value = scope.get_current_value
             counts = [before[id(counter)] for counter in counters]
