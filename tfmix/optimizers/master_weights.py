@@ -28,8 +28,7 @@ class MasterWeightOptimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
         name: String. Defaults to the snake-case class name.
 
     Raises:
-        ValueError: If `inner_optimizer` is built, or wrapped for 16-bit
-            variables already.
+        ValueError: If `inner_optimizer` is built, or scales the loss.
         TypeError: If `inner_optimizer` is not an optimizer.
 
     Examples:

@@ -108,16 +108,6 @@ class SixteenBitOptimizer(wrapper.OptimizerWrapper):
         self.target(variable).assign(value)
         variable.assign(ops.cast(value, variable.dtype))
 
-    def _checked(self, optimizer: Any) -> keras.optimizers.Optimizer:
-        if (inner := owner(optimizer)) is not None:
-            wrapper = type(self).__name__
-            raise ValueError(
-                f"{wrapper} cannot wrap {type(inner).__name__}: both would "
-                "keep the same 16-bit variables. Received: inner_optimizer="
-                f"{optimizer.name!r}. Keep one of the two."
-            )
-        return super()._checked(optimizer)
-
 
 def owner(optimizer: Any) -> SixteenBitOptimizer | None:
     """Returns the 16-bit optimizer inside an optimizer, if there is one."""

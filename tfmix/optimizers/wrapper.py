@@ -58,10 +58,6 @@ class OptimizerWrapper(
         """Builds the inner optimizer for the variables of a model."""
         raise NotImplementedError
 
-    def scale_loss(self, loss: Any) -> Any:
-        """Scales the loss like the inner optimizer."""
-        return self.inner_optimizer.scale_loss(loss)
-
     def apply(
         self, grads: Sequence, trainable_variables: Variables | None = None
     ) -> None:
