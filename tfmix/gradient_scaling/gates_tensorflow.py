@@ -25,7 +25,7 @@ import tensorflow as tf
 from tfmix._keras import context_values, tapes, tracing
 from tfmix.gradient_scaling import power
 from tfmix.ops import tensorflow_products, tensors
-from tfmix.step import gradients as unscaled_gradients
+from tfmix.step import finite
 
 # The product of this and a dtype's largest number overflows.
 _LARGE = 2.0**64
@@ -207,7 +207,7 @@ class _Between:
             if n >= len(self._tensors)
         ]
         says_why = [False] * (len(values) - len(of_variables))
-        says_why += unscaled_gradients.keep_overflow_visible(of_variables)
+        says_why += finite.keep_overflow_visible(of_variables)
         with _as_written():
             leaving = _Leaving(by.down)
             for n, value, says in zip(kept, values, says_why, strict=True):
@@ -300,7 +300,7 @@ def _may_join(tensor: Any, factor: Any) -> bool:
         tensor.dtype == tf.float32
         and (factor is None or isinstance(factor, float))
         and tracing.by_gpu_kernels()
-        and unscaled_gradients.is_small(tensor)
+        and finite.is_small(tensor)
     )
 
 
