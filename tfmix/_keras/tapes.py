@@ -27,7 +27,6 @@ if keras.backend.backend() == "tensorflow":
         record,
     )
     from tensorflow.python.eager.polymorphic_function import function_context
-    from tensorflow.python.framework import ops as framework_ops
     from tensorflow.python.ops import (
         control_flow_v2_func_graphs,
         custom_gradient,
@@ -89,22 +88,6 @@ def traced_for_gradients(original: Callable) -> Callable:
         return type(found)((found.context, "gradients"), found.scope_type)
 
     return make_function_context
-
-
-def when_asked(result: Any, say: Callable[[], None]) -> None:
-    """Calls a function if a gradient of a traced tensor is formed later.
-
-    Nothing of it is in the graph that is saved or exported.
-    """
-    op = result.op
-    own = op._gradient_function
-
-    def gradient(*args: Any) -> Any:
-        say()
-        op._gradient_function = own
-        return framework_ops.get_gradient_function(op)(*args)
-
-    op._gradient_function = gradient
 
 
 def unrecorded() -> contextlib.AbstractContextManager[None]:
