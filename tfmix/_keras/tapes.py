@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import context_values, global_state, replacing
+from tfmix._keras import context_values, global_state, replacing, tracing
 
 # TensorFlow calls one of these for a `tf.custom_gradient`.
 CUSTOM: tuple[replacing.Place, ...] = ()
@@ -108,15 +108,17 @@ def local(tensor: Any) -> Any:
     return tensor if is_here else tf.identity(tensor)
 
 
-def is_part_of(trace: Any) -> bool:
-    """Returns whether the running code is part of the function of a `trace`.
+def function() -> Any:
+    """Returns a token of the `tf.function` that is traced now.
 
-    Loops and branches are, but not another `tf.function`.
+    Loops and branches are part of it. It is `tracing.EAGER` in eager code.
     """
+    if tf.executing_eagerly():
+        return tracing.EAGER
     graph = tf.compat.v1.get_default_graph()
     while isinstance(graph, control_flow_v2_func_graphs.ControlFlowFuncGraph):
         graph = graph.outer_graph
-    return bool(weakref.ref(graph) == trace)
+    return weakref.ref(graph)
 
 
 def reach(tensor: Any) -> bool:
