@@ -2,7 +2,6 @@
 
 import collections
 import math
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,15 +12,10 @@ from tfmix._keras import tracing
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
-
-    # `tfmix` replaces it in that module.
-    _where = tf.where
 else:
     import jax
     import jax.extend.core
     from jax.interpreters import ad, batching, mlir
-
-    _where = jax.numpy.where
 
 # A tensor with more numbers is large.
 _LARGE = 2**18
@@ -75,34 +69,6 @@ def product_in_float32(
         precision_config=b"",
         preferred_element_type=tf.float32,
     )
-
-
-def is_known(value: Any) -> bool:
-    """Returns whether a value is known now, rather than a tensor."""
-    return isinstance(value, numbers.Number | np.generic | np.ndarray)
-
-
-def select(condition: Any, new: Any, old: Any) -> Any:
-    """Returns one of two values, by a bool or a boolean tensor.
-
-    Args:
-        condition: Where it is true, `new` is returned.
-        new: A number or a tensor.
-        old: The same. Both may be anything if the condition is known.
-    """
-    if is_known(condition):
-        return new if condition else old
-    if keras.backend.backend() == "tensorflow":
-        return _where(condition, new, old)
-    if not condition.shape and _is_alike(new, old):
-        # `where` compiles a program of its own at each place, with broadcasts.
-        return jax.lax.select(condition, new, old)
-    return _where(condition, new, old)
-
-
-def _is_alike(*arrays: Any) -> bool:
-    one, other = ((np.shape(x), getattr(x, "dtype", None)) for x in arrays)
-    return one == other and None not in one
 
 
 def by_shape(

@@ -102,6 +102,14 @@ MOVES = frozenset(
         *("moveaxis", "flip"),
     )
 )
+# They return no numbers that a format rounds, so they stay Keras's own.
+EXACT = frozenset(
+    (
+        *("zeros", "ones", "zeros_like", "ones_like", "eye", "one_hot"),
+        *("any", "all", "logical_and", "logical_not", "logical_or"),
+        *("isfinite", "isinf", "isnan", "argmax", "argmin", "argsort"),
+    )
+)
 # 16 bit rounds a large angle by more than a turn. So these take what code of a
 # user has cast to 16 bit.
 OF_ANGLES = frozenset(("cos", "sin", "tan"))

@@ -22,7 +22,6 @@ from tfmix._keras import (
     context_values,
     files,
     global_state,
-    kernels,
     layers,
     optimizers,
     replacing,
@@ -534,7 +533,7 @@ def _values_to_restore(pairs: list) -> list:
     def mended(variable: Any, old: Any) -> Any:
         new = keras_variables.read(variable)
         stays = _is_lost(new, old) if gradients.is_float(old) else begins_lost
-        return kernels.select(stays, new, old)
+        return keras_variables.select(stays, new, old)
 
     return [(variable, mended(variable, old)) for variable, old in pairs]
 
@@ -589,7 +588,7 @@ def statistics_kept_finite(
             if gradients.is_float(old):
                 new = keras_variables.read(variable)
                 lost = _is_lost(old, new)
-                variable.assign(kernels.select(lost, old, new))
+                variable.assign(keras_variables.select(lost, old, new))
 
 
 def _any_lost(written: list) -> Any:
