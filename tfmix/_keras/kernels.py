@@ -39,8 +39,7 @@ def bitcast(tensor: Any, dtype: str) -> Any:
     if keras.backend.backend() == "tensorflow":
         tensor = tf.convert_to_tensor(tensor)
         return tf.raw_ops.Bitcast(input=tensor, type=tf.as_dtype(dtype))
-    tensor = keras.ops.convert_to_tensor(tensor)
-    return jax.lax.bitcast_convert_type(tensor, dtype)
+    return jax.lax.bitcast_convert_type(jax.numpy.asarray(tensor), dtype)
 
 
 def product_in_float32(
@@ -201,7 +200,7 @@ def _counted_together(*tensors: Any) -> Any:
 
 def _by_flags(*tensors: Any) -> Any:
     # Devices exchange a boolean for each.
-    return ~keras.ops.stack([_all_true(_is_finite(x)) for x in tensors])
+    return ~jax.numpy.stack([_all_true(_is_finite(x)) for x in tensors])
 
 
 def _flags_of(*tensors: Any) -> Any:
@@ -217,10 +216,8 @@ def _is_finite(tensor: Any) -> Any:
 
 
 def _all_true(flags: Any) -> Any:
-    """Returns whether all of a boolean tensor are true, as a scalar tensor."""
-    if keras.backend.backend() == "jax":
-        return jax.lax.reduce_and(flags, tuple(range(flags.ndim)))
-    return tf.reduce_all(flags)
+    """Returns whether all of a boolean array are true, as a scalar."""
+    return jax.lax.reduce_and(flags, tuple(range(flags.ndim)))
 
 
 VARIANTS: dict[str, Callable] = {

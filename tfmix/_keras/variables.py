@@ -458,7 +458,10 @@ def read(variable: Any) -> Any:
 
 def read_by_layer(variable: keras.Variable) -> Any:
     """Returns what a layer reads, which may be a 16-bit copy, as a tensor."""
-    return _snapshot(variable.value)
+    value = variable.value
+    on_jax = keras.backend.backend() == "jax"
+    is_tensor = on_jax or isinstance(value, tf.Tensor)
+    return value if is_tensor else _snapshot(value)
 
 
 def _snapshot(value: Any) -> Any:

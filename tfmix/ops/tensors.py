@@ -235,12 +235,16 @@ def to_float32_with_notes(value: Any) -> Any:
     return result
 
 
-def to_16_bit_with_notes(value: Any, dtype: str) -> Any:
-    """Casts a float32 tensor to 16 bit and keeps its mask and its logits."""
-    result = narrow(value, dtype)
-    if result is not value:
-        copy_notes(value, result)
-    return result
+def to_16_bit_with_notes(nest: Any, dtype: str) -> Any:
+    """Casts float32 tensors to 16 bit and keeps their masks and logits."""
+
+    def cast_leaf(value: Any) -> Any:
+        result = narrow(value, dtype)
+        if result is not value:
+            copy_notes(value, result)
+        return result
+
+    return map_leaves(nest, cast_leaf)
 
 
 def note_cast(source: Any, converted: Any, tensor: Any) -> None:

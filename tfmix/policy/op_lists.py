@@ -162,7 +162,7 @@ def _check(name: object) -> None:
     # written on a newer version loads on an older one.
     if name not in DEFAULT_FLOAT32_OPS and not op_places.is_op(name):
         raise ValueError(
-            "`float32_ops` must name functions of `keras.ops` or "
-            f"`keras.activations` that take tensors. Received: {name!r}."
+            "`float32_ops` must name functions of `keras.ops` that take "
+            f"tensors. Received: {name!r}."
             f"{_arguments.did_you_mean(name, op_places.op_names())}"
         )
