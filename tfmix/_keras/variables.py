@@ -418,10 +418,12 @@ class Float32View(keras.Variable):
 
 
 @functools.cache
-def is_variable_type(kind: Any) -> bool:
-    """Returns whether a type is one of Keras's variables."""
-    # These are tensors of TensorFlow, whose check takes long.
-    return issubclass(kind, keras.Variable)
+def derives(kind: Any, other: Any) -> bool:
+    """Returns whether a type derives from another one.
+
+    TensorFlow's tensors and variables take long to check.
+    """
+    return issubclass(kind, other)
 
 
 def backend_variable(variable: Any) -> Any:
@@ -431,7 +433,7 @@ def backend_variable(variable: Any) -> Any:
     unchanged.
     """
     kind: Any = type(variable)
-    if not is_variable_type(kind):
+    if not derives(kind, keras.Variable):
         return variable
     scope = stateless_scope.get_stateless_scope()
     if scope is not None:
@@ -459,13 +461,14 @@ def read(variable: Any) -> Any:
 def read_by_layer(variable: keras.Variable) -> Any:
     """Returns what a layer reads, which may be a 16-bit copy, as a tensor."""
     value = variable.value
-    on_jax = keras.backend.backend() == "jax"
-    is_tensor = on_jax or isinstance(value, tf.Tensor)
+    kind: Any = type(value)
+    is_tensor = keras.backend.backend() == "jax" or derives(kind, tf.Tensor)
     return value if is_tensor else _snapshot(value)
 
 
 def _snapshot(value: Any) -> Any:
-    if keras.backend.backend() != "tensorflow" or isinstance(value, tf.Tensor):
+    kind: Any = type(value)
+    if keras.backend.backend() == "jax" or derives(kind, tf.Tensor):
         return value
     if isinstance(value, Float32View):
         return value.load()

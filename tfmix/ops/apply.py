@@ -182,7 +182,7 @@ class Call:
             if isinstance(value, list | tuple) and _is_setting(value):
                 return value
             return tensors.map_leaves(value, self._see)
-        if keras_variables.is_variable_type(kind):
+        if keras_variables.derives(kind, keras.Variable):
             # A layer's variables of other dtypes are handed on as they came.
             dtype = str(value.dtype)
             if dtype in _formats.SIXTEEN_BIT:
