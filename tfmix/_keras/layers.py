@@ -30,7 +30,6 @@ _BROKEN_BY_CASTS = (
     keras.layers.Embedding,
     DATA_LAYER,
     keras.Sequential,
-    keras.layers.Masking,
     keras.layers.SpectralNormalization,
     keras.layers.Lambda,
     keras.layers.TFSMLayer,
@@ -319,11 +318,6 @@ def trial() -> Iterator[Any]:
         yield scope
     finally:
         restore()
-
-
-def put_mask(tensor: Any, mask: Any) -> None:
-    """Gives a tensor a mask, for the layers that use masks."""
-    masking.set_keras_mask(tensor, mask)
 
 
 def copy_mask(source: Any, destination: Any) -> None:

@@ -187,7 +187,6 @@ class _MixedModel:
             replacing.attach(self._model, replacing.RULES, self)
 
     def _fit(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        exact_inputs.warn_of_rounded_data(args, kwargs)
         return _reports.fit(self._model, original, *args, **kwargs)
 
     def _make_train_function(
