@@ -22,11 +22,7 @@ from tfmix._keras import (
     replacing,
     training,
 )
-from tfmix.autocast import (
-    bare_optimizers,
-    exact_inputs,
-    fallback,
-)
+from tfmix.autocast import exact_inputs, fallback
 from tfmix.float8 import chosen_layers
 from tfmix.gradient_scaling import heads, model_call, outermost, placing
 from tfmix.loss_scaling import optimizer as scaling
@@ -237,9 +233,7 @@ class _MixedModel:
 
     def _before_tracing(self, original: Callable, **batch: Any) -> None:
         original(**batch)
-        # A step that uses the optimizer itself needs the model's weights.
-        if not bare_optimizers.beside_scaler(self._model):
-            training.build_before_tracing(self._model, **batch)
+        training.build_before_tracing(self._model, **batch)
 
     def _children(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Lists what a function that trains the model is saved with."""
