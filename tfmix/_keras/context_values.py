@@ -18,7 +18,8 @@ class Block:
 
     Attributes:
         rules: The active op rules; `None` for those that are installed.
-        policy: The policy of new layers; `None` for that of the scopes.
+        policies: The policy of new layers, after those that Keras has replaced
+            by it; `None` for that of the process.
         around: What the running model call is part of, `None` if of nothing.
         place_of_step: In a model's step the place that its optimizer gives it,
             else `None`.
@@ -38,7 +39,7 @@ class Block:
     """
 
     rules: frozenset[str] | None = None
-    policy: keras.DTypePolicy | None = None
+    policies: tuple[keras.DTypePolicy, ...] | None = None
     around: Any = None
     place_of_step: Any = None
     gates: Any = None

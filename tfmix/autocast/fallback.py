@@ -197,7 +197,7 @@ class _Fallback:
         with (
             variables.autocast("float32"),
             # Layers that it creates are float32, too.
-            context_values.holding(policy=_FLOAT32, users_code=FLOAT32),
+            context_values.holding(policies=(_FLOAT32,), users_code=FLOAT32),
         ):
             return original(*args, **kwargs)
 
