@@ -113,9 +113,7 @@ def make_apply(original: Callable) -> Callable:
         of_call = functools.partial(replacing.argument, _ORDER, args, kwargs)
         grads, variables = of_call("grads", ()), of_call("trainable_variables")
         is_mine = not (
-            finite.is_chosen()
-            or isinstance(self, optimizers.KerasScaler)
-            or self.loss_scale_factor
+            isinstance(self, optimizers.KerasScaler) or self.loss_scale_factor
         )
         # Keras refuses gradients without variables before the build.
         is_early = variables is None and not self.built

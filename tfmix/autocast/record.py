@@ -29,6 +29,7 @@ from tfmix.loss_scaling import optimizer as scaling
 from tfmix.ops import stand_ins, tensors
 from tfmix.policy import policy as policies
 from tfmix.policy.devices import devices
+from tfmix.step import guard
 
 
 class _Silence:
@@ -193,9 +194,10 @@ class _MixedModel:
         return made
 
     def _train_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        given = self._place(args, kwargs)
-        with context_values.holding(place_of_step=given):
-            return self._users_code(original, *args, **kwargs)
+        # A step is guarded by `compile`.
+        if (step := guard.current_step()) is not None:
+            step.place = self._place(args, kwargs)
+        return self._users_code(original, *args, **kwargs)
 
     def _users_code(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Runs a step, to which the layers that it calls return float32.

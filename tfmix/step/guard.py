@@ -158,6 +158,7 @@ class Step:
         updated: The `id`s of the variables that an `apply` got.
         scaled: The `id`s of the optimizers that scaled a loss.
         has_reported: Whether any `apply` has reported.
+        place: The place that the model's optimizer gives its gradients.
     """
 
     model: keras.Model
@@ -167,6 +168,7 @@ class Step:
     updated: set[int] = dataclasses.field(default_factory=set)
     scaled: set[int] = dataclasses.field(default_factory=set)
     has_reported: bool = False
+    place: Any = None
 
 
 def current_step() -> Step | None:
