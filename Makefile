@@ -34,7 +34,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 # sources anew: 6 of its 11 seconds of start-up.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-tensorflow test-jax test-doctest
+.PHONY: demo test test-tensorflow test-jax
 .PHONY: pretrained test-all test-all-tensorflow test-all-jax test-optimized
 .PHONY: mutations test-matrix test-keras
 .PHONY: test-oldest test-ecosystem test-wheel test-wheel-with notebooks
@@ -73,8 +73,8 @@ $(VENV): $(STAMP)
 demo: $(LIBRARY)
 	@$(BIN)/tfmix demo
 
-# A sample of the tests' cases and no slow test: under six minutes on two cores.
-test: test-tensorflow test-jax test-doctest
+# A sample of the tests' cases and no slow test: under five minutes on two cores.
+test: test-tensorflow test-jax
 
 test-tensorflow: $(STAMP)
 	@echo "tfmix: tests under TensorFlow"
@@ -85,10 +85,6 @@ test-jax: QUICK_XLA += --xla_cpu_use_fusion_emitters=false
 test-jax: $(STAMP)
 	@echo "tfmix: tests under JAX"
 	@KERAS_BACKEND=jax $(QUICK)
-
-test-doctest: $(STAMP)
-	@echo "tfmix: the examples in the docstrings"
-	@KERAS_BACKEND=tensorflow $(BIN)/python -m pytest -q --doctest-modules tfmix
 
 # Networks with their weights, for tests/wild/test_pretrained.py and
 # benchmarks/pretrained.py: 90 MB. DeepLC's files are read without the package's
@@ -101,7 +97,7 @@ $(VENV)/pretrained: $(STAMP)
 
 # Every case of every test, then the sample with XLA's optimizations: about two
 # hours on two cores.
-test-all: test-all-tensorflow test-all-jax test-optimized test-doctest
+test-all: test-all-tensorflow test-all-jax test-optimized
 
 test-all-tensorflow: $(STAMP) pretrained
 	@echo "tfmix: every test under TensorFlow"
