@@ -24,9 +24,11 @@ COMPILERS ?=
 # What `targets` runs with them.
 TARGET_TESTS ?= tests/tools/hardware tests/tools/test_cli.py
 BIN = $(VENV)/bin
-# Files that say what the environment holds: all, or the demo's part of it.
-STAMP = $(VENV)/installed
+# Files that say what the environment holds: what the demo needs, the tests, or
+# the guide and the benchmarks, too.
 LIBRARY = $(VENV)/library
+STAMP = $(VENV)/installed
+ALL = $(VENV)/all
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check
 # TensorFlow's start-up lines about oneDNN and CPU flags hide our own output.
 export TF_CPP_MIN_LOG_LEVEL ?= 3
@@ -57,15 +59,23 @@ $(LIBRARY): setup.cfg .ci/requirements.py
 	    $(INSTALL) --quiet --no-deps --editable . && wait
 	@touch $@
 
-# What the tests, the checks, the guide and the examples need besides.
+# What the tests, the checks and the examples need besides. The tests' processes
+# write its bytecode, all at once, sooner than one before them.
 $(STAMP): $(LIBRARY)
-	@echo "tfmix: installing what tests, checks, guide and examples need"
+	@echo "tfmix: installing what tests, checks and examples need"
 	@$(BIN)/python .ci/requirements.py '$(TENSORFLOW)' $(COMPILERS) \
 	    > $(VENV)/requirements.txt
 	@$(INSTALL) --no-compile --requirement $(VENV)/requirements.txt \
 	    --constraint $(VENV)/constraints.txt
-	@echo "tfmix: importing all of it once, which writes its bytecode"
-	@$(BIN)/python -c "import jax, tfmix"
+	@touch $@
+
+# Half of all packages, which would take `make test` ten seconds.
+$(ALL): $(STAMP)
+	@echo "tfmix: installing what the guide and the benchmarks need"
+	@$(BIN)/python .ci/requirements.py '$(TENSORFLOW)' $(COMPILERS) \
+	    docs real-data > $(VENV)/requirements-all.txt
+	@$(INSTALL) --no-compile --requirement $(VENV)/requirements-all.txt \
+	    --constraint $(VENV)/constraints.txt
 	@touch $@
 
 $(VENV): $(STAMP)
@@ -181,7 +191,7 @@ check: $(STAMP)
 # Prints the tables, keeps them in docs/benchmarks/ and makes docs/benchmarks.md
 # of them: an hour on two cores; ONLY="gpu faults" for some, ONLY=--list for
 # their names. Each also runs alone: python -m benchmarks.NAME
-bench: $(STAMP)
+bench: $(ALL)
 	@$(BIN)/python -m benchmarks --save=docs $(ONLY)
 
 # What goes to the registry, into dist/: a wheel and the source.
@@ -216,13 +226,13 @@ notebooks: $(STAMP)
 
 # The guide, into site/: offline, and every warning is an error (with `--quiet`
 # mkdocs would count none).
-docs: $(STAMP)
+docs: $(ALL)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "tfmix: the guide is in site/; read and search it at"
 	@echo "http://localhost:8000 after: $(BIN)/python -m http.server -d site"
 
 # The guide of this version beside those of others, on the branch `gh-pages`.
-publish-docs: $(STAMP)
+publish-docs: $(ALL)
 	@version=$$($(BIN)/python -c "import tfmix; print(tfmix.__version__)"); \
 	    PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 \
 	    mike deploy $(PUSH) --update-aliases "$${version%.*}" latest
