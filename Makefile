@@ -44,7 +44,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
 
 # The library and what the demo needs. Without .pyc files: Python writes those
-# that it imports, at once and beside pip, and TensorFlow has 10,000 more.
+# that it imports, beside pip and what follows, and TensorFlow has 10,000 more.
 $(LIBRARY): setup.cfg .ci/requirements.py
 	@echo "tfmix: [1/3] creating $(VENV) with $(PYTHON)"
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
@@ -55,8 +55,8 @@ $(LIBRARY): setup.cfg .ci/requirements.py
 	@$(INSTALL) --no-compile --requirement $(VENV)/requirements-demo.txt \
 	    --constraint $(VENV)/constraints.txt
 	@echo "tfmix: [3/3] installing tfmix itself, editable"
-	@$(BIN)/python -c "import keras, sklearn.datasets" 2> /dev/null & \
-	    $(INSTALL) --quiet --no-deps --editable . && wait
+	@$(BIN)/python -c "import keras, sklearn.datasets" > /dev/null 2>&1 &
+	@$(INSTALL) --quiet --no-deps --editable .
 	@touch $@
 
 # What the tests, the checks and the examples need besides. The tests' processes
