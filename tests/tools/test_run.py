@@ -573,13 +573,12 @@ def test_a_script_in_float32_is_asked_no_more(tmp_path):
     assert float(done.stdout) < 30e-6
 
 
-# It begins with TensorFlow, as many scripts do under any backend.
-# It sets policies as Keras does: at the start, for a moment, and at the end.
+# It begins with its backend, as many scripts do, and sets policies as Keras
+# does: at the start, for a moment, and at the end.
 ASKS = (
-    """
+    f"""
+import {BACKEND}
 import importlib.util
-if importlib.util.find_spec("tensorflow"):
-    import tensorflow as tf
 importlib.util.find_spec("keras")
 import keras
 keras.mixed_precision.set_global_policy("mixed_bfloat16")
