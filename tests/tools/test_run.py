@@ -548,7 +548,7 @@ print(min(costs))
 """
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_script_in_float32_is_asked_no_more(tmp_path):
     source = 'import keras\nkeras.config.set_dtype_policy("float32")\n' + FITS
     source = source.replace("np.nan", "0") + COSTS
@@ -561,13 +561,12 @@ def test_a_script_in_float32_is_asked_no_more(tmp_path):
     assert float(done.stdout) < 30e-6
 
 
-# It begins with TensorFlow, as many scripts do under any backend.
-# It sets policies as Keras does: at the start, for a moment, and at the end.
+# It begins with its backend, as many scripts do, and sets policies as Keras
+# does: at the start, for a moment, and at the end.
 ASKS = (
-    """
+    f"""
+import {BACKEND}
 import importlib.util
-if importlib.util.find_spec("tensorflow"):
-    import tensorflow as tf
 importlib.util.find_spec("keras")
 import keras
 keras.mixed_precision.set_global_policy("mixed_bfloat16")
@@ -616,7 +615,7 @@ def test_two_runs_stand_side_by_side(tmp_path):
     assert data["verdict"].endswith("does not forecast that on a GPU.")
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_two_equal_runs_are_refused_before_they_train(tmp_path):
     script = tmp_path / "script.py"
     own = 'import keras\nkeras.config.set_dtype_policy("float32")\n'
@@ -766,7 +765,7 @@ print(again.get_compile_config()["run_eagerly"])
 )
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.parametrize("is_eager", [False, True])
 def test_the_steps_of_a_model_that_is_loaded_again_are_counted(
     is_eager, tmp_path
@@ -806,7 +805,7 @@ def test_a_second_run_that_makes_no_sense_is_not_started(
     assert list(tmp_path.iterdir()) == [script]
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_launcher_may_set_the_policy(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import tfmix\n" + FITS)
@@ -840,7 +839,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_processes_have_the_policy_and_backends_are_the_scripts(tmp_path):
     other = {"jax": "tensorflow", "tensorflow": "jax"}[BACKEND]
     if importlib.util.find_spec(other) is None:

@@ -26,6 +26,7 @@ _WIDE_AVERAGE = "averages many values; kept with the other averages"
 _NORMALISED = "the sum of squares leaves float16's range: zeros"
 _RAW = "raw features lose their digits in 16 bit"
 _SOFTMAX = "probabilities lose their small values"
+_MASKED = "other values may round to the masked one"
 _SPECTRUM = "infinite in float16, a TypeError in bfloat16"
 
 # `benchmarks/layers.py` measured these on Keras 3.12 to 3.15. The global
@@ -44,6 +45,7 @@ DEFAULT_LAYER_RULES: tuple[LayerRule, ...] = (
     LayerRule("AveragePooling1D", _AVERAGED),
     LayerRule("AveragePooling2D", _AVERAGED),
     LayerRule("AveragePooling3D", _AVERAGED),
+    LayerRule("Masking", _MASKED),
     LayerRule("STFTSpectrogram", _SPECTRUM),
     # All preprocessing layers derive from this class, which is `DataLayer` in
     # Keras 3.15 and `TFDataLayer` in 3.12.

@@ -3,7 +3,6 @@
 import functools
 import itertools
 import re
-import time
 
 import keras
 import numpy as np
@@ -71,14 +70,6 @@ def dense():
 def too_large_inputs(data):
     data["x"][:] = 1e5
     return compiled()
-
-
-@cause(ALL_BAD)
-def too_large_inputs_of_an_unwrapped_optimizer(data):
-    data["x"][:] = 1e5
-    model = compiled()
-    model.compile("sgd", "mse", auto_scale_loss=False)
-    return model
 
 
 @cause(
@@ -442,34 +433,3 @@ def test_all_optimizers_that_a_model_steps_are_counted(said, how):
     model.fit(**batches(bad=range(4)))
     (told,) = (text for text in said if "skipped" in text)
     assert told.startswith("8 of 32 steps of epoch 1 were skipped")
-
-
-class Late(keras.callbacks.Callback):
-    """Ends one batch after the next one, in a thread of Keras's."""
-
-    async_safe = True
-
-    def on_train_batch_end(self, batch, logs=None):
-        if batch == 14:
-            time.sleep(0.1)
-
-
-@helpers.requires_backend("jax")
-@pytest.mark.parametrize("together", [1, 3])
-@pytest.mark.parametrize("monitor", [[], [loss_scale_monitor.LossScaleMonitor]])
-def test_steps_of_an_unwrapped_optimizer_are_counted_under_jax(
-    said, together, monitor
-):
-    with global_policy.policy_scope("mixed_float16"):
-        model = keras.Sequential(layers())
-    model.compile(
-        "sgd", "mse", auto_scale_loss=False, steps_per_execution=together
-    )
-    callbacks = [Late(), *(make() for make in monitor)]
-    for _ in range(2):
-        model.fit(**batches(bad=[3, 4, 9]), callbacks=callbacks)
-        (text,) = (text for text in said if "skipped" in text)
-        assert text.startswith("3 of 16 steps of epoch 1 were skipped")
-        said.clear()
-    model.fit(**batches(), callbacks=callbacks)
-    assert not any("skipped" in text for text in said)

@@ -141,7 +141,6 @@ class SkipWatch(keras.callbacks.Callback):
         """Reports how many steps were skipped, and the likeliest cause."""
         if self._stands_back:
             return
-        self._count_rest()
         self._now = self._count()
         skips = self._skips(self._now)
         if skips.skipped:
@@ -151,16 +150,6 @@ class SkipWatch(keras.callbacks.Callback):
         for optimizer, count in self._now.items():
             lowest = self._lowest.get(optimizer, math.inf)
             self._lowest[optimizer] = min(lowest, count.scale)
-
-    def _count_rest(self) -> None:
-        """Counts the skipped steps of an optimizer that does not (JAX)."""
-        rest = bare_optimizers.counter_of_fit(self.model)
-        whole = (self.params or {}).get("steps")
-        # The last of several steps of one execution may not have been there.
-        if rest and (whole or self.model.steps_per_execution == 1):
-            before = self._before.get(rest, Counted()).applied
-            made = self._steps()
-            rest.count_rest(min(made, whole or made), steps(rest)[0] - before)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Leaves the callbacks."""
