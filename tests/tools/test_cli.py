@@ -173,7 +173,6 @@ WRONG_INPUT = {
     "compile none.keras --batch 32": "Cannot load 'none.keras'",
     f"{COMPILE} --target v5e": "take.*mixed_bfloat16",
     "convert none.keras new.keras --policy O2": "Cannot load 'none.keras'",
-    "convert good.keras new.h5 --policy O2": r"ends in `\.keras`",
     "convert good.keras good.keras --policy O2": "--overwrite",
     "convert good.keras none/new.keras --policy O2": "no folder.*'new.keras'",
     "demo --epochs 0": "`epochs` must be a whole number.*epochs=0",

@@ -123,11 +123,6 @@ def _loaded(path: pathlib.Path) -> keras.Model:
 def run_convert(options: argparse.Namespace) -> Outcome:
     """Converts a saved model and saves the result."""
     target = options.target
-    if target.suffix != ".keras":
-        raise ValueError(
-            f"The converted model is written in Keras's own format. Received: "
-            f"target={str(target)!r}. Give it a name that ends in `.keras`."
-        )
     if target.exists() and not options.overwrite:
         raise ValueError(
             f"{str(target)!r} exists already. Give another name, or "

@@ -135,7 +135,12 @@ def _run(
         findings = [finding for finding in findings if not finding.gap.broken]
     dtypes = _returned_dtypes(judge)
     model = batch.model
-    narrow = _narrow_layers(model, judge.run.planned)
+    narrow = [
+        layer
+        for layer in layers.that_compute(model)
+        if planned_policies.dtype(judge.run.planned, layer)
+        in _formats.SIXTEEN_BIT
+    ]
     idle = [] if narrow else [_IDLE]
     return numerics_report.NumericsReport(
         rows=(
@@ -198,16 +203,6 @@ def _returned_dtypes(judge: runs.Judge) -> dict[str, str]:
     }
     outputs = {"float32"} if judge.has_policy else {*judge.run.output_dtypes}
     return {**dtypes, verdicts.LOSS: ", ".join(outputs)}
-
-
-def _narrow_layers(
-    model: keras.Model, sixteen: planned_policies.Plan
-) -> list[keras.Layer]:
-    return [
-        layer
-        for layer in layers.that_compute(model)
-        if planned_policies.dtype(sixteen, layer) in _formats.SIXTEEN_BIT
-    ]
 
 
 @contextlib.contextmanager
