@@ -174,7 +174,7 @@ WRONG_INPUT = {
     f"{COMPILE} --target v5e": "take.*mixed_bfloat16",
     "convert none.keras new.keras --policy O2": "Cannot load 'none.keras'",
     "convert good.keras good.keras --policy O2": "--overwrite",
-    "convert good.keras none/new.keras --policy O2": "no folder.*'new.keras'",
+    "convert good.keras none/new.keras --policy O2": "No such file.*new.keras",
     "demo --epochs 0": "`epochs` must be a whole number.*epochs=0",
     "demo --seeds -3": "`seeds` must be a whole number.*seeds=-3",
 }
