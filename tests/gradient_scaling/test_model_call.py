@@ -199,30 +199,6 @@ def test_bad_data_does_not_move_the_place(where, bad):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.costly
-def test_a_model_whose_layers_fell_back_is_one_of_float32():
-    class Tiny(keras.layers.Layer):
-        def build(self, shape):
-            self.weight = self.add_weight(shape=(shape[-1],))
-
-        def call(self, x):
-            if "float32" not in str(x.dtype):
-                raise TypeError("16 bit")
-            return x * self.weight
-
-    tiny = Tiny()
-    model = keras.Sequential([keras.Input((4,)), tiny])
-    model(X)
-    assert tiny.compute_dtype == "float32"
-    model.compile(keras.optimizers.SGD(1e10), lambda y, p: (p - y) * 1e-12)
-    before = model.get_weights()[0]
-    model.fit(X, 0 * X, verbose=0)
-    moved = model.get_weights()[0] - before
-    exact = -X.mean(0) / 4 * 1e-2
-    np.testing.assert_allclose(moved, exact, rtol=0.1)
-    assert type(model.optimizer) is keras.optimizers.SGD
-
-
 def fitted(model):
     model.compile("sgd", "mse")
     model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
