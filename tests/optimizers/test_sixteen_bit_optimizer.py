@@ -207,46 +207,6 @@ def test_a_run_continues_from_a_checkpoint_bit_for_bit(way, is_built, tmp_path):
     assert ours == theirs
 
 
-@pytest.mark.costly
-@TENSORFLOW
-@pytest.mark.parametrize(
-    ("way", "scaled"),
-    helpers.quick_are(
-        {("flat", False), ("stochastic", True)},
-        [
-            ("flat", False),
-            ("stochastic", True),
-            ("masters", True),
-            ("low memory", False),
-        ],
-    ),
-)
-def test_replicas_stay_alike_and_learn(way, scaled):
-    keras.utils.set_random_seed(1)
-    random = np.random.default_rng(0)
-    x = random.normal(size=(64, 8)).astype("float32")
-    y = x @ random.normal(size=(8, 1)).astype("float32")
-    policy = "bfloat16" if way in WAYS else "float32"
-    strategy = helpers.mirrored_strategy()
-    settings = {"use_ema": True, "ema_overwrite_frequency": 3}
-    with strategy.scope(), tfmix.policy_scope(policy):
-        layers = [keras.layers.Dense(16, "tanh"), keras.layers.Dense(1)]
-        model = keras.Sequential([keras.Input((8,)), *layers])
-        sgd = keras.optimizers.SGD(
-            0.125, gradient_accumulation_steps=2, **settings
-        )
-        optimizer = sixteen_bit.STATES[way](sgd)
-        if scaled:
-            optimizer = tfmix.LossScaleOptimizer(optimizer, 4.0)
-        model.compile(optimizer, loss="mse", jit_compile=False)
-    before = model.evaluate(x, y, verbose=0)
-    model.fit(x, y, batch_size=32, epochs=4, verbose=0, shuffle=False)
-    assert model.evaluate(x, y, verbose=0) < 0.5 * before
-    for variable in [*model.variables, *model.optimizer.variables]:
-        copies = strategy.experimental_local_results(variable.value)
-        assert len({str(bits_of([copy])) for copy in copies}) == 1
-
-
 @TENSORFLOW
 def test_gradients_travel_in_the_dtype_of_the_variables(monkeypatch):
     import tensorflow as tf
