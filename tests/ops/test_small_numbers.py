@@ -24,13 +24,6 @@ def generalised_mean(power, constant):
 
 FUNCTIONS = {
     "log": lambda t: ops.log(ops.mean(ops.square(t), 1) + 1e-6),
-    "log of 1e-10": lambda t: ops.log(ops.mean(ops.square(t), 1) + 1e-10),
-    "log of a relu": lambda t: ops.log(ops.relu(t) + 1e-6),
-    "operators": lambda t: ops.log(ops.mean(t * t, 1) + 1e-10),
-    "power": lambda t: ops.log(ops.sum(t**2, 1) + 1e-10),
-    "used by a product": lambda t: ops.matmul(
-        ops.log(ops.mean(ops.square(t), 1) + 1e-6), ops.ones((6, 2), t.dtype)
-    ),
     "root": lambda t: ops.sqrt(ops.sum(ops.square(t), 1) + 1e-12),
     "entropy": lambda t: (
         -ops.sum(ops.softmax(8 * t) * ops.log(ops.softmax(8 * t) + 1e-10), 1)
@@ -97,26 +90,14 @@ def layer_normalized(t):
     return gap / ops.sqrt(variance + 1e-5)
 
 
-def root_mean_square_normalized(t):
-    return t * ops.rsqrt(ops.mean(t * t, -1, keepdims=True) + 1e-5)
-
-
 def unit(t):
     return t / ops.sqrt(ops.sum(ops.square(t), -1, keepdims=True) + 1e-8)
-
-
-def attention_weights(t):
-    powers = ops.exp(t - ops.max(t, -1, keepdims=True))
-    return powers / ops.sum(powers, -1, keepdims=True)
 
 
 @pytest.mark.parametrize("mode", steps.MODES)
 @pytest.mark.parametrize(
     "normalized",
-    [
-        *(batch_normalized, layer_normalized, root_mean_square_normalized),
-        *(unit, attention_weights),
-    ],
+    [batch_normalized, layer_normalized, unit],
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_activations_divided_by_a_small_number_are_right(
