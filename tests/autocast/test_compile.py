@@ -7,7 +7,7 @@ from keras import layers, optimizers
 
 import tfmix
 from tests import helpers
-from tfmix._keras import context_values, replacing
+from tfmix._keras import context_values
 from tfmix.autocast import record as mixed_model
 from tfmix.ops import stand_ins
 from tfmix.policy import policy as policies
@@ -352,37 +352,6 @@ def test_a_step_runs_under_the_rules_of_the_last_policy_only():
         model.compile("sgd", "mse", run_eagerly=True)
         model.train_on_batch(X, Y)
     assert seen == [{"tanh"}, {"sum"}]
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize(
-    ("made_under", "scaled", "loaded_under"),
-    [
-        *((F16, True, policy) for policy in (F16, BF16, "float32")),
-        *((policy, False, F16) for policy in (F16, "float16", "float32")),
-    ],
-)
-def test_a_loaded_model_continues_bit_for_bit_under_any_policy(
-    made_under, scaled, loaded_under
-):
-    model = under(made_under, auto_scale_loss=scaled)
-    model.fit(X, Y, verbose=0)
-    tfmix.set_global_policy(loaded_under)
-    # A new process begins with "float32" and, unlike one that has set it, with
-    # `compile` replaced.
-    replacing.want(replacing.COMPILE, True)
-    loaded = helpers.reloaded(model)
-    assert described(loaded.optimizer) == (SCALED if scaled else "Adam")
-    for one, other in zip(loaded.layers, model.layers, strict=True):
-        assert one.compute_dtype == other.compute_dtype
-    for _ in range(2):
-        helpers.assert_unchanged(
-            [*loaded.variables, *loaded.optimizer.variables],
-            helpers.snapshot([*model.variables, *model.optimizer.variables]),
-        )
-        for each in (model, loaded):
-            each.fit(X, Y, epochs=2, verbose=0, shuffle=False)
-    assert skips(loaded) == (made_under != "float32")
 
 
 @pytest.mark.costly

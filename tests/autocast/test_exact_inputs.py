@@ -6,7 +6,7 @@ import pytest
 
 import tfmix
 from tests import helpers, steps
-from tfmix.autocast import exact_inputs, global_policy
+from tfmix.autocast import global_policy
 
 
 class TokenLayer(keras.layers.Layer):
@@ -90,19 +90,6 @@ def test_whole_numbers_that_come_in_16_bit_are_named_once(x, y, expected, said):
         assert "Pass them as integers" in found[0]
 
 
-def test_whole_numbers_that_keras_casts_to_16_bit_are_named(said):
-    before = keras.config.floatx()
-    keras.config.set_floatx("bfloat16")
-    try:
-        exact_inputs.warn_of_rounded_data((IDS, IDS - 2700.0), {})
-        exact_inputs.warn_of_rounded_data((), {"y": [IDS - 2900.0]})
-    finally:
-        keras.config.set_floatx(before)
-    (text,) = said
-    assert "`y` reaches `fit` in bfloat16" in text
-    assert "above 256, and it has numbers up to 303" in text
-
-
 def test_discretization_sees_values_beside_its_boundaries():
     with global_policy.policy_scope("mixed_float16"):
         model = Around(keras.layers.Discretization([4096.5]))
@@ -127,10 +114,6 @@ FORMS = {
         sequential(keras.Input((3,)), e), keras.layers.Flatten()
     ),
     "functional": lambda e: functional(e, 3),
-    "in a Sequential": lambda e: sequential(
-        sequential(e), keras.layers.Flatten()
-    ),
-    "functional in a user's model": lambda e: Around(functional(e, 3)),
     "Sequential in a user's model": lambda e: Around(sequential(e)),
     "in a user's model": Around,
     "in a user's layer": lambda e: functional(TokenLayer(e), 3),

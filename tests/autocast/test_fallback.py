@@ -263,24 +263,6 @@ def test_the_warning_names_the_line_that_autograph_copied(caplog):
     assert f"`{line}`: TypeError: Input" in warning
 
 
-@keras.saving.register_keras_serializable("fallback")
-class MixesAround(layers.Layer):
-    """Masks the results of an inner layer by -1e9, in float32."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.dense = layers.Dense(8, kernel_initializer="ones")
-
-    def build(self, shape):
-        self.dense.build(shape)
-
-    def call(self, x):
-        scores = self.dense(x)
-        mask = ops.cast(ops.ones(ops.shape(x)) > 0.0, "float32")
-        masked = strict_add(scores, mask * -1e9)
-        return strict_add(x, ops.softmax(masked))
-
-
 class Names(layers.Layer):
     """Raises an error that names the layer, as those of variables do."""
 
@@ -543,16 +525,13 @@ FOLLOWING = {
     "residual": lambda x, y: layers.Dense(4)(x + y),
     "normalization": lambda x, y: layers.LayerNormalization()(y),
     "float32 dense": lambda x, y: layers.Dense(4, dtype="float32")(y),
-    "float32 softmax": lambda x, y: layers.Softmax(dtype="float32")(y),
     "float32 residual": lambda x, y: layers.Add(dtype="float32")([x, y]),
     "float32 behind an op": lambda x, y: layers.Dense(4, dtype="float32")(
         x * ops.mean(y, 1, keepdims=True)
     ),
-    "another": lambda x, y: layers.Dense(4, dtype="float32")(Mixes()(y)),
     "outer": lambda x, y: layers.Dense(4)(Outer()(x)),
     "outer that adds": lambda x, y: layers.Dense(4)(Outer(adds=True)(x)),
     "block": lambda x, y: Block()(y),
-    "masks": lambda x, y: MixesAround()(y),
 }
 
 

@@ -108,19 +108,6 @@ def test_each_entry_says_why():
 
 
 @pytest.mark.costly
-def test_float32_leaves_nothing_replaced(comparison):
-    for policy in ("mixed_float16", "mixed_bfloat16", "float16"):
-        tfmix.set_global_policy(policy)
-        train()
-        with tfmix.policy_scope("O2"):
-            train()
-    assert replacing.replaced()
-    tfmix.set_global_policy("float32")
-    assert comparison.changed() == []
-    assert not replacing.replaced()
-
-
-@pytest.mark.costly
 def test_a_replacement_that_is_not_on_the_list_is_found(
     comparison, monkeypatch
 ):
