@@ -18,7 +18,6 @@ if keras.backend.backend() != "tensorflow":
 
 import tensorflow as tf
 
-from tfmix.optimizers import master_weights as masters
 from tfmix.step import replicas
 
 Wrapped = optimizers.LossScaleOptimizer
@@ -272,29 +271,6 @@ def test_overwriting_values_are_maxed_and_the_rest_is_summed():
             pair, *_ = both(tf.constant(array))
             expected = [place[1] != 0, place[1] != 1]
             assert np.isfinite(pair).tolist() == [expected] * 2
-
-
-def test_masters_take_the_largest_value_that_overwrites_a_variable():
-    strategy = helpers.mirrored_strategy()
-    with strategy.scope():
-        weight = keras.Variable(np.zeros(1), dtype="bfloat16")
-        amax = keras.Variable(np.zeros(1, "float32"))
-        amax.overwrite_with_gradient = True
-        optimizer = masters.MasterWeightOptimizer(keras.optimizers.SGD(1.0))
-        optimizer.build([weight, amax])
-
-    @tf.function
-    def run():
-        def on_replica():
-            mine = own(tf.constant([[1.0], [2.0]]))
-            optimizer.apply([mine, mine], [weight, amax])
-
-        strategy.run(on_replica)
-
-    run()
-    for variable, expected in ((weight, -3.0), (amax, 2.0)):
-        for value in variable.value.values:
-            assert float(value.numpy()[0]) == expected
 
 
 def bytes_summed(function, *arguments):
