@@ -88,12 +88,6 @@ def after(policy, make=sequential, *optimizer, **settings):
     return before("float32", model, *optimizer, **settings)
 
 
-def copy_without_watch():
-    model = in_scope()
-    tfmix.set_global_policy("float32")
-    return keras.models.clone_model(model)
-
-
 def trained(model):
     model.train_on_batch(X, Y)
     return model
@@ -174,8 +168,6 @@ GIVEN = {
     "under(F16, auto_scale_loss=False)": ("Adam", True),
     "under('float16', auto_scale_loss=False)": ("Adam", True),
     "compiled(after(F16), auto_scale_loss=False)": ("Adam", True),
-    # Keras compiles alone after "float32" was set, so a copy has no record.
-    "compiled(copy_without_watch())": ("Adam", False),
     "helpers.reloaded(trained(under('float32')))": ("Adam", False),
     # A warning says how to keep the factor.
     "under(F16, sequential, optimizers.SGD(loss_scale_factor=64.0))": (
