@@ -6,9 +6,7 @@ import pytest
 from keras import layers, optimizers
 
 import tfmix
-from tests import helpers
 from tfmix._keras import context_values
-from tfmix.autocast import record as mixed_model
 from tfmix.ops import stand_ins
 from tfmix.policy import policy as policies
 
@@ -326,24 +324,6 @@ def test_rules_hold_for_a_users_own_compile_and_not_for_kerass():
     assert described(model.optimizer) == "Dynamic 32768 Noting"
     assert seen == {"own": stand_ins.installed(), "Keras's": frozenset()}
     assert policies.SIXTEEN_BIT in seen["own"]
-
-
-@helpers.requires_backend("tensorflow")
-def test_a_step_runs_under_the_rules_of_the_last_policy_only():
-    seen = []
-
-    class Model(Subclassed):
-        def train_step(self, data):
-            seen.append({"tanh", "sum"} & context_values.active_rules())
-            return super().train_step(data)
-
-    model = Model()
-    for name in ("tanh", "sum"):
-        policy = tfmix.Policy(F16, float32_ops=[name])
-        mixed_model.set_policy(model, policy)
-        model.compile("sgd", "mse", run_eagerly=True)
-        model.train_on_batch(X, Y)
-    assert seen == [{"tanh"}, {"sum"}]
 
 
 @pytest.mark.costly
