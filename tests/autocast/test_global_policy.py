@@ -308,29 +308,3 @@ def test_a_scope_that_ends_before_one_inside_it_is_refused():
     assert new_layer_policy() == "mixed_float16"
     first.__exit__()
     assert context_values.active_rules() == set()
-
-
-def test_a_decorated_function_runs_in_several_threads_at_a_time():
-    begun, ended = threading.Event(), threading.Event()
-
-    @state.policy_scope("mixed_float16")
-    def function(wait):
-        begun.set()
-        if wait:
-            ended.wait(60)
-        return new_layer_policy()
-
-    results = []
-    thread = threading.Thread(target=lambda: results.append(function(True)))
-    thread.start()
-    begun.wait(60)
-    assert function(False) == "mixed_float16"
-    # The scope of the other thread is open, and that of this one has ended.
-    state.set_global_policy("mixed_bfloat16")
-    assert state._own_scope() is None
-    ended.set()
-    thread.join()
-    assert results == ["mixed_float16"]
-    assert new_layer_policy() == "mixed_bfloat16"
-    state.set_global_policy("float32")
-    assert context_values.active_rules() == set()
