@@ -345,9 +345,6 @@ ATTRIBUTES = {
     variable: "_autocast _trainable _value _dtype _path",
     tensorflow_variable: "_unique_id",
 }
-ATTRIBUTES = [
-    (make, name) for make, names in ATTRIBUTES.items() for name in names.split()
-]
 # The tests beside these names say what they mean.
 ELSEWHERE = {
     # `f"_{name}"` is the function of an op: `ops/test_stand_ins.py`.
@@ -368,12 +365,17 @@ ELSEWHERE = {
 }
 
 
+def attributes():
+    """Returns the names of all attributes."""
+    return set(" ".join(ATTRIBUTES.values()).split())
+
+
 def contracts():
     """Returns every name that has a contract."""
     owned = [row[:2] for row in rows(FUNCTIONS) + rows(CONSTANTS)]
     modules = {owner for owner, _ in owned if is_module(owner)}
     inside = {".".join(each) for each in owned}
-    plain = {name for _, name in owned} | {name for _, name in ATTRIBUTES}
+    plain = {name for _, name in owned} | attributes()
     return {*modules, *inside, *plain, *PACKAGES, *ELSEWHERE}
 
 
@@ -403,12 +405,16 @@ def find(owner):
     return found
 
 
+def is_here(name):
+    """Returns whether a name belongs to this backend and this Keras."""
+    is_other = name in TENSORFLOW_ONLY and BACKEND != "tensorflow"
+    known = SINCE.get(name, KERAS) <= KERAS <= UNTIL.get(name, KERAS)
+    return known and not is_other
+
+
 def skip_unless_here(name):
-    """Skips names of the other backend or of another Keras."""
-    if name in TENSORFLOW_ONLY and BACKEND != "tensorflow":
-        pytest.skip(f"{name} belongs to the TensorFlow backend")
-    if not SINCE.get(name, KERAS) <= KERAS <= UNTIL.get(name, KERAS):
-        pytest.skip(f"{name} is not in Keras {keras.__version__}")
+    if not is_here(name):
+        pytest.skip(f"{name} is not in Keras {keras.__version__} on {BACKEND}")
 
 
 def check_takes(function, expected):

@@ -111,6 +111,16 @@ class Outer(layers.Layer):
         return {**super().get_config(), "adds": self.adds}
 
 
+class Cell(layers.Layer):
+    """Mixes dtypes as the cell of an RNN."""
+
+    state_size = 8
+
+    def call(self, x, states):
+        h = strict_add(x, ops.ones(ops.shape(x), "float32")) + states[0]
+        return h, [h]
+
+
 class Refuses(layers.Layer):
     """Raises an error of any kind for 16-bit numbers."""
 
@@ -136,6 +146,7 @@ SPREAD = {
     "a layer inside": (Outer, ["self", "first"], ["second"]),
     # Only code that cannot take float32 falls back, too.
     "both": (lambda: Outer(adds=True), ["first"], ["self", "second"]),
+    "a cell": (lambda: layers.RNN(Cell()), [], ["self", "cell"]),
 }
 
 
@@ -143,9 +154,10 @@ SPREAD = {
 @pytest.mark.parametrize("name", NAMES)
 def test_only_the_layer_whose_code_mixes_dtypes_falls_back(kind, name):
     make, narrow, wide = SPREAD[kind]
+    x = np.stack([X] * 3, 1) if kind == "a cell" else X
     with tfmix.policy_scope(name):
         layer = make()
-        results = [layer(X) for _ in range(2)]
+        results = [layer(x) for _ in range(2)]
         assert layers.Dense(1).compute_dtype == name[6:]
     assert {helpers.dtype_of(result) for result in results} == {"float32"}
     parts = {**vars(layer), "self": layer}

@@ -64,7 +64,10 @@ def train():
     model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16", "O1"])
+@pytest.mark.parametrize(
+    "policy",
+    helpers.quick_are({"mixed_float16"}, ["mixed_float16", "bfloat16", "O1"]),
+)
 def test_what_differs_from_plain_keras_is_on_the_list(comparison, policy):
     tfmix.set_global_policy(policy)
     train()

@@ -150,7 +150,6 @@ def in_float32(model):
     return [x.name for x in found if x.compute_dtype == "float32"]
 
 
-@pytest.mark.every_case("each is a way of its own")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_float32_model_with_a_new_head_is_converted(way, tmp_path, said):
     make, take = WAYS[way]
@@ -220,7 +219,6 @@ def model_with(layer, way):
     return with_head(model) if way == "under a policy" else model
 
 
-@pytest.mark.every_case("each is a way of its own")
 @pytest.mark.parametrize(
     ("make", "way"),
     [

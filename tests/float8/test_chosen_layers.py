@@ -119,6 +119,21 @@ def test_the_choice_follows_times_on_a_gpu():
         assert chosen_layers.gains(depth, width) == is_faster, row
 
 
+@pytest.mark.costly
+@pytest.mark.parametrize(
+    ("rule", "chosen"),
+    [
+        ("wide", {"wide"}),
+        (".*attention/.*", {"query", "key", "value", "attention_output"}),
+    ],
+)
+def test_layers_are_named_as_in_float32_layers(rule, chosen):
+    model = classifier(policy(rule))
+    run(model, digits()[0][:4])
+    found = reasons(model)
+    assert {name for name, why in found.items() if not why} == chosen
+
+
 def test_a_chosen_layer_computes_the_product_its_bias_and_activation():
     x = np.random.default_rng(0).normal(size=(16, 32)).astype("float32")
     with tfmix.policy_scope(policy()):

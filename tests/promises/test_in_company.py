@@ -191,6 +191,7 @@ class WithOtherArguments(keras.Sequential):
         return super().predict(data, verbose=0)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", POLICIES)
 def test_methods_with_arguments_of_their_own_get_them(policy):
     def run(policy):
@@ -262,6 +263,7 @@ def test_skipped_steps_are_told_where_the_fit_of_the_class_is_called(said):
     pickle.dumps(history)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("of", "name"), [(keras.Model, "compile"), *COUNTED[:1], COUNTED[5]]
 )
@@ -310,6 +312,7 @@ def test_a_bad_step_is_skipped_beside_a_function_on_apply(first, mode):
     assert "SGD" in seen
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "dump", [copy.deepcopy, pickle.dumps], ids=["deepcopy", "pickle"]
 )

@@ -89,7 +89,9 @@ def save(policy, wrapper, folder):
     return [float(step(*batch)["loss"]) for batch in batches()]
 
 
-@pytest.mark.costly
+# It takes five seconds to save; `loss_scaling/test_compiled.py` compiles a
+# step for XLA, which has no function on the host.
+@pytest.mark.slow
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("policy", POLICIES)

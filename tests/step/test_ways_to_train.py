@@ -536,8 +536,6 @@ def assert_same(make, bad, leave_out, policy):
 
 QUICK = {
     ("fit", "graph"),
-    ("fit of two replicas", "graph"),
-    ("guarded fit, no scale", MODES[-1 if ON_JAX else 1]),
     ("loop, compiled", "xla"),
     ("loop with states", "graph"),
     ("GanOfLayers", "graph"),
