@@ -1,18 +1,15 @@
 """The private names of Keras and TensorFlow that tfmix uses, one by one.
 
-Each name that `tfmix/_keras/` reaches into is in one of the tables: it exists,
-and takes these arguments (`test_contract_names.py`). The other contract tests
+Each name that `tfmix/_keras/` reaches into is in one of the tables, and exists
+(`test_contract_names.py`). The other contract tests
 check what a name means where a change of it would be silent: no other test
 would fail. A version of Keras without a name fails here, which names it.
 """
 
 import contextlib
 import importlib
-import inspect
 import pathlib
 import re
-import threading
-import types
 
 import keras
 import numpy as np
@@ -26,6 +23,7 @@ BACKEND = keras.backend.backend()
 KERAS = tuple(int(part) for part in keras.__version__.split(".")[:2])
 COMMON = "keras.src.backend.common"
 OPS = "keras.src.ops"
+POLYMORPHIC = "tensorflow.python.eager.polymorphic_function"
 TRACKABLE = "tensorflow.__internal__.tracking.AutoTrackable"
 XLA = "tensorflow.compiler.tf2xla.ops.gen_xla_ops"
 
@@ -66,142 +64,63 @@ PACKAGES = (
     OPS,
 )
 
-# Maps owners to functions and their arguments; further ones have defaults.
-FUNCTIONS = {
-    f"{COMMON}.global_state": {
-        "get_global_attribute": "name default",
-        "set_global_attribute": "name value",
-    },
-    f"{COMMON}.masking": {
-        "get_keras_mask": "x",
-        "set_keras_mask": "x mask",
-    },
-    f"{COMMON}.name_scope": {"current_path": ""},
-    f"{COMMON}.stateless_scope": {"get_stateless_scope": ""},
-    f"{COMMON}.symbolic_scope": {"in_symbolic_scope": ""},
-    f"{COMMON}.tensor_attributes": {
-        "get_tensor_attr": "tensor attr",
-        "set_tensor_attr": "tensor attr value",
-    },
-    f"{COMMON}.variables": {
-        "AutocastScope": "dtype",
-        "get_autocast_scope": "",
-    },
-    f"{COMMON}.variables.AutocastScope": {"maybe_cast": "self value"},
-    f"{COMMON}.variables.Variable": {
-        "assign": "self value",
-    },
-    "keras.src.backend": {"compute_output_spec": "fn *args **kwargs"},
-    f"{CORE_OWNER}.core": {
-        "cast": "x dtype",
-        "convert_to_tensor": "x dtype",
-    },
-    "keras.src.models.functional.Functional": {
-        "call": "self inputs",
-        "_run_through_graph": "self inputs operation_fn call_fn",
-    },
-    "keras.src.saving.serialization_lib": {"SafeModeScope": "safe_mode"},
-    "keras.src.trainers.compile_utils": {"CompileLoss": "loss loss_weights"},
-    TRAINER: {
-        "_aggregate_additional_loss": "self loss",
-    },
-    "keras.Model": {
-        "_trackable_children": "self save_type **kwargs",
-        "_aggregate_additional_loss": "self loss",
-        "_symbolic_build": "self iterator data_batch",
-        "_maybe_symbolic_build": "self iterator data_batch",
-    },
-    "keras.Layer": {
-        "_check_super_called": "self",
-        "_get_own_losses": "self",
-        "rematerialized_call": "self layer_call *args **kwargs",
-    },
-    "keras.layers.MultiHeadAttention": {
-        "_compute_attention": "self query key value attention_mask "
-        "training return_attention_scores"
-    },
-    "keras.layers.GroupQueryAttention": {
-        "_compute_attention": "self query key value attention_mask training"
-    },
-    "keras.StatelessScope": {
-        "add_update": "self update",
-        "get_current_value": "self variable",
-    },
-    "keras.Variable": {
-        "_initialize": "self value",
-        "_restore_from_tensors": "self restored_tensors",
-        "_serialize_to_tensors": "self",
-        "_export_to_saved_model_graph": "self object_map tensor_map options",
-        "_write_object_proto": "self proto options",
-    },
-    "keras.optimizers.Optimizer": {
-        "_trackable_children": "self save_type **kwargs",
-        "_all_reduce_sum_gradients": "self grads_and_vars",
-        "_check_variables_are_known": "self variables",
-        "_get_variable_index": "self variable",
-        "_is_excluded_from_weight_decay": "self variable",
-        "_overwrite_variable_with_gradient": "self variable",
-        "_use_weight_decay": "self variable",
-        "_var_key": "self variable",
-    },
-    XLA: {
-        "xla_optimization_barrier": "input name",
-        "xla_call_module": "args version module Sout Tout",
-        "xla_variadic_reduce_v2": "inputs init_values "
-        "dimensions_to_reduce reducer",
-        "xla_dot_v2": "lhs rhs dimension_numbers precision_config "
-        "preferred_element_type",
-    },
-    "tensorflow.python.ops.gradients_util": {
-        "_GradientsHelper": "ys xs grad_ys",
-        "_MarkReachedOps": "from_ops reached_ops func_graphs",
-    },
-    "tensorflow.python.ops.custom_gradient": {
-        "_eager_mode_decorator": "f args kwargs",
-        "_graph_mode_decorator": "f args kwargs",
-    },
-    "tensorflow.python.eager.polymorphic_function.function_context": {
-        "make_function_context": "scope_type",
-    },
-    "tensorflow.python.framework.ops": {"get_gradient_function": "op"},
-    "tensorflow.Graph": {"_get_control_flow_context": "self"},
-    "tensorflow.__internal__.FuncGraph": {"capture": "self tensor"},
-    "tensorflow.python.eager.record": {
-        "could_possibly_record": "",
-        "should_record_backprop": "tensors",
-        "stop_recording": "",
-        "record_operation": "op_type output_tensors input_tensors "
-        "backward_function",
-    },
-    "tensorflow.python.eager.forwardprop_util": {"pack_tangents": "tensors"},
-    "tensorflow.python.eager.imperative_grad": {
-        "imperative_grad": "tape target sources output_gradients",
-    },
-    TRACKABLE: {"_lookup_dependency": "self name cached_dependencies"},
+# Maps owners to the names that tfmix takes from them.
+OWNED = {
+    f"{COMMON}.global_state": "get_global_attribute set_global_attribute "
+    "GLOBAL_STATE_TRACKER",
+    f"{COMMON}.masking": "get_keras_mask set_keras_mask",
+    f"{COMMON}.name_scope": "current_path",
+    f"{COMMON}.stateless_scope": "get_stateless_scope",
+    f"{COMMON}.symbolic_scope": "in_symbolic_scope",
+    f"{COMMON}.tensor_attributes": "get_tensor_attr set_tensor_attr",
+    f"{COMMON}.variables": "AutocastScope get_autocast_scope Variable",
+    f"{COMMON}.variables.AutocastScope": "maybe_cast",
+    f"{COMMON}.variables.Variable": "assign",
+    "keras.src.backend": "compute_output_spec ops",
+    f"{CORE_OWNER}.core": "cast convert_to_tensor",
+    "keras.src.models.functional.Functional": "call _run_through_graph "
+    "operations",
+    "keras.src.saving.serialization_lib": "SafeModeScope",
+    "keras.src.trainers.compile_utils": "CompileLoss",
+    TRAINER: "_aggregate_additional_loss",
+    "keras.Model": "_trackable_children _aggregate_additional_loss "
+    "_symbolic_build _maybe_symbolic_build",
+    "keras.Layer": "_check_super_called _get_own_losses rematerialized_call",
+    "keras.layers.MultiHeadAttention": "_compute_attention",
+    "keras.layers.GroupQueryAttention": "_compute_attention",
+    "keras.StatelessScope": "add_update get_current_value",
+    "keras.Variable": "_initialize _restore_from_tensors "
+    "_serialize_to_tensors _export_to_saved_model_graph "
+    "_write_object_proto",
+    "keras.optimizers.Optimizer": "_trackable_children "
+    "_all_reduce_sum_gradients _check_variables_are_known "
+    "_get_variable_index _is_excluded_from_weight_decay "
+    "_overwrite_variable_with_gradient _use_weight_decay _var_key",
+    XLA: "xla_optimization_barrier xla_call_module xla_variadic_reduce_v2 "
+    "xla_dot_v2",
+    "tensorflow.python.ops.gradients_util": "_GradientsHelper _MarkReachedOps",
+    "tensorflow.python.ops.custom_gradient": "_eager_mode_decorator "
+    "_graph_mode_decorator",
+    f"{POLYMORPHIC}.function_context": "make_function_context",
+    "tensorflow.python.framework.ops": "get_gradient_function",
+    "tensorflow.Graph": "_get_control_flow_context",
+    "tensorflow.__internal__.FuncGraph": "capture",
+    "tensorflow.python.eager.record": "could_possibly_record "
+    "should_record_backprop stop_recording record_operation "
+    "VariableWatcher",
+    "tensorflow.python.eager.forwardprop_util": "pack_tangents",
+    "tensorflow.python.eager.imperative_grad": "imperative_grad",
+    TRACKABLE: "_lookup_dependency _deferred_dependencies "
+    "_unconditional_dependency_names",
+    "keras.src.dtype_policies.dtype_policy": "global_state",
+    "keras.src.models.functional": "Functional",
+    "keras.src.trainers.trainer": "BaseTrainer Trainer",
+    "jax._src.array": "ArrayImpl",
+    "jax._src.xla_bridge": "_topology_factories",
+    "keras.src.backend.jax.trainer": "jit",
+    "tensorflow.python.ops.control_flow_v2_func_graphs": "ControlFlowFuncGraph",
 }
-
-# Maps owners to attributes and their types.
-CONSTANTS = {
-    f"{COMMON}.global_state": {"GLOBAL_STATE_TRACKER": threading.local},
-    "keras.src.dtype_policies.dtype_policy": {"global_state": types.ModuleType},
-    CORE_OWNER: {"core": types.ModuleType},
-    "keras.src.backend": {"ops": types.ModuleType},
-    f"{COMMON}.variables": {"Variable": type},
-    "keras.src.models.functional": {"Functional": type},
-    "keras.src.models.functional.Functional": {"operations": property},
-    "keras.src.trainers.trainer": {"BaseTrainer": type, "Trainer": type},
-    "jax._src.array": {"ArrayImpl": type},
-    "jax._src.xla_bridge": {"_topology_factories": dict},
-    "keras.src.backend.jax.trainer": {"jit": types.FunctionType},
-    "tensorflow.python.eager.record": {"VariableWatcher": type},
-    "tensorflow.python.ops.control_flow_v2_func_graphs": {
-        "ControlFlowFuncGraph": type,
-    },
-    TRACKABLE: {
-        "_deferred_dependencies": property,
-        "_unconditional_dependency_names": property,
-    },
-}
+OWNED[CORE_OWNER] = f"{OWNED.get(CORE_OWNER, '')} core"
 
 
 def built(make):
@@ -359,8 +278,7 @@ ELSEWHERE = {
     "_trace",
     # These are the operators: `ops/test_finite_constants.py`.
     "jax._src.array.ArrayImpl.*",
-    # Classes of activations work in `static_call`:
-    # `ops/test_stand_ins.py`.
+    # Classes of activations work in `static_call`: `policy/test_op_lists.py`.
     "keras.src.activations.activations",
 }
 
@@ -372,19 +290,18 @@ def attributes():
 
 def contracts():
     """Returns every name that has a contract."""
-    owned = [row[:2] for row in rows(FUNCTIONS) + rows(CONSTANTS)]
-    modules = {owner for owner, _ in owned if is_module(owner)}
-    inside = {".".join(each) for each in owned}
-    plain = {name for _, name in owned} | attributes()
+    modules = {owner for owner in OWNED if is_module(owner)}
+    inside = {".".join(each) for each in owned()}
+    plain = {name for _, name in owned()} | attributes()
     return {*modules, *inside, *plain, *PACKAGES, *ELSEWHERE}
 
 
-def rows(table):
-    """Returns a table's rows: the owner, the name, what is expected of it."""
+def owned():
+    """Lists the owner and the name of each row."""
     return [
-        (owner, name, expected)
-        for owner, names in table.items()
-        for name, expected in names.items()
+        (owner, name)
+        for owner, names in OWNED.items()
+        for name in names.split()
     ]
 
 
@@ -415,19 +332,3 @@ def is_here(name):
 def skip_unless_here(name):
     if not is_here(name):
         pytest.skip(f"{name} is not in Keras {keras.__version__} on {BACKEND}")
-
-
-def check_takes(function, expected):
-    """Checks that a function takes arguments of these names, in this order."""
-    parameters = list(inspect.signature(function).parameters.values())
-    stars = {inspect.Parameter.VAR_POSITIONAL: "*"}
-    stars[inspect.Parameter.VAR_KEYWORD] = "**"
-    names = [stars.get(p.kind, "") + p.name for p in parameters]
-    wanted = expected.split()
-    assert names[: len(wanted)] == wanted, names
-    required = [
-        each.name
-        for each in parameters[len(wanted) :]
-        if each.default is each.empty and each.kind not in stars
-    ]
-    assert not required, f"new arguments without a default: {required}"

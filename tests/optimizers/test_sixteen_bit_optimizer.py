@@ -102,19 +102,6 @@ def test_the_config_holds_every_setting(optimizer):
     assert again.get_config() == optimizer.get_config()
 
 
-def test_settings_read_and_set_through_two_wrappers():
-    adam = keras.optimizers.Adam(0.5, beta_1=0.75)
-    optimizer = tfmix.LossScaleOptimizer(Masters(adam))
-    assert optimizer.beta_1 == 0.75
-    optimizer.beta_1, optimizer.weight_decay = 0.5, 0.25
-    assert (adam.beta_1, adam.weight_decay) == (0.5, 0.25)
-    optimizer.learning_rate = 0.125
-    assert float(adam.learning_rate) == 0.125
-    assert optimizer.inner_optimizer.weight_decay == 0.25
-    with pytest.raises(AttributeError, match="no_such"):
-        _ = optimizer.no_such_thing
-
-
 @TENSORFLOW
 @EACH_WAY
 def test_repeated_rows_of_a_sparse_gradient_are_summed_in_float32(way):

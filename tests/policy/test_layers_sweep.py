@@ -152,12 +152,3 @@ def test_values_outside_the_range_in_float32_do_not_count():
     actual = {"output 0": np.array([1.0, np.inf])}
     found = layer_deviation.compare(actual, reference, "float16")
     assert found.is_within(0.0)
-
-
-def test_an_exception_excuses_no_infinity_and_no_other_layer():
-    inaccurate = layer_deviation.Deviation(epsilons=100.0)
-    infinite = layer_deviation.Deviation(not_finite=1)
-    attention = "MultiHeadAttention"
-    assert layers.reason(attention, inaccurate)
-    assert layers.reason(attention, infinite) is None
-    assert layers.reason("Dense", inaccurate) is None
