@@ -110,11 +110,8 @@ INNER = {
 }
 OUTER = {
     "product": lambda x, h: ops.tanh(x @ h),
-    "filter": lambda x, h: ops.tanh(ops.conv(x[:, None], h[None])),
     "factor": lambda x, h: ops.tanh(x * h),
-    "term": lambda x, h: ops.tanh(x + h),
     "curve": lambda x, h: ops.log(ops.square(h) + 0.1),
-    "rows": lambda x, h: ops.tanh(ops.take(h, np.array([0, 2, 1]), axis=0)),
     "root": lambda x, h: x / ops.sqrt(ops.sum(h, -1, keepdims=True) + 0.1),
 }
 
@@ -124,11 +121,8 @@ OUTER = {
     ("inner", "outer"),
     [
         ("weight", "product"),
-        ("weight", "filter"),
         ("weight", "curve"),
-        ("weight", "rows"),
         ("row", "factor"),
-        ("row", "term"),
         ("small", "root"),
     ],
 )
