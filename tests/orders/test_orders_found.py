@@ -19,9 +19,6 @@ EVERYWHERE = {
     "a loss scaler in a model that becomes pure": orders.Order(
         ("apply:bfloat16",), made="mixed_float16", wrap="scaled"
     ),
-    "a loss scaler of a copy that becomes pure": orders.Order(
-        ("copy:mixed_bfloat16", "apply:float16"), made="mixed_float16"
-    ),
     # Under XLA, a skipped step restored views of 16-bit variables twice.
     "lost bits under XLA": orders.Order(
         ("thaw",), made="bfloat16", wrap="stochastic", mode="xla"
@@ -43,9 +40,6 @@ EVERYWHERE = {
     "from pure to mixed": orders.Order(
         ("apply:mixed_bfloat16",), made="bfloat16", optimizer="momentum"
     ),
-    "from pure to mixed twice": orders.Order(
-        ("apply:bfloat16", "apply:mixed_float16"), made="float16"
-    ),
     "from float16 to bfloat16 arithmetic": orders.Order(
         ("apply:mixed_bfloat16",), made="O1"
     ),
@@ -57,9 +51,6 @@ EVERYWHERE = {
     "another optimizer between conversion and undo": orders.Order(
         ("apply:mixed_float16", "compile:adam:bare", "undo"),
         optimizer="momentum",
-    ),
-    "the same with 16-bit variables": orders.Order(
-        ("apply:float16", "compile:sgd:bare", "undo"), optimizer="adam"
     ),
 }
 ON_REPLICAS = {
