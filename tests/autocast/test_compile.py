@@ -6,6 +6,7 @@ import pytest
 from keras import layers, optimizers
 
 import tfmix
+from tests import helpers
 from tfmix._keras import context_values
 from tfmix.ops import stand_ins
 from tfmix.policy import policy as policies
@@ -91,6 +92,10 @@ def trained(model):
     return model
 
 
+def of_a_file():
+    return helpers.reloaded(trained(under("float32")))
+
+
 def by_keras():
     keras.config.set_dtype_policy(F16)
     return sequential()
@@ -166,7 +171,7 @@ GIVEN = {
     "under(F16, auto_scale_loss=False)": ("Adam", True),
     "under('float16', auto_scale_loss=False)": ("Adam", True),
     "compiled(after(F16), auto_scale_loss=False)": ("Adam", True),
-    "helpers.reloaded(trained(under('float32')))": ("Adam", False),
+    "of_a_file()": ("Adam", False),
     # A warning says how to keep the factor.
     "under(F16, sequential, optimizers.SGD(loss_scale_factor=64.0))": (
         "Dynamic 32768 SGD",
