@@ -264,28 +264,6 @@ def in_a_loop(layer, x):
     return ops.fori_loop(0, 2, lambda _, x: clipped(x), x)
 
 
-def each_row(layer, x):
-    return ops.vectorized_map(clipped, x)
-
-
-def step(x, _):
-    return clipped(ops.tanh(x)), None
-
-
-def in_a_scan(layer, x):
-    """Scans a function of the module, whose trace JAX keeps."""
-    return jax.lax.scan(step, x, None, length=2)[0]
-
-
-@functools.cache
-def compiled_once():
-    return jax.jit(clipped)
-
-
-def in_a_jit(layer, x):
-    return compiled_once()(x)
-
-
 def with_a_weight_inside(layer, x):
     """Returns the gradient of a variable that the function reads."""
 
@@ -310,7 +288,7 @@ def in_a_tape(layer, x):
 
 
 # JAX traces these apart from the model, where no power is known.
-APART = [recomputed, in_a_branch, in_a_loop, each_row, in_a_jit, in_a_scan]
+APART = [recomputed, in_a_branch, in_a_loop]
 # A quick run has each way under at least one backend.
 OFTEN_BY_JAX = [of_two_results, with_keywords]
 OFTEN_BY_TENSORFLOW = [two_in_a_row, of_a_weight, of_a_pair]
