@@ -58,9 +58,6 @@ CHOSEN = "_tfmix_chosen_product"
 # product in the dtype of the tensor, or `None` if it does not support that.
 Multiply = Callable[[Any, Any, contraction.Contraction], Any]
 
-# The note on a tensor that code of a user has cast to 16 bit.
-_ANGLE = "_tfmix_angle"
-
 
 class _Local(threading.local):
     # Whether Keras's own function of an op runs in this thread. What it calls
@@ -379,7 +376,7 @@ def decide(call: Call) -> Any:
     if call.has_wide:
         return call.in_float32()
     if name in op_lists.OF_ANGLES:
-        angle = tensors.note(call.tensors[0], _ANGLE)
+        angle = tensors.note(call.tensors[0], tensors.ANGLE)
         if angle is not None:
             return tensors.rounded(call.op.run((angle,), {}), call.dtype)
     if call.inputs and name in op_lists.MOVES:
@@ -420,7 +417,7 @@ def cast(call: Call) -> Any:
         given = call.args[0] if call.args else None
         is_narrow = call.wanted() in _formats.SIXTEEN_BIT
         if is_narrow and call.wide and call.wide[0] is given:
-            tensors.put_note(result, _ANGLE, given)
+            tensors.put_note(result, tensors.ANGLE, given)
         return result
     value, dtype = call.tensors[0], call.wanted()
     if dtype is None or dtype == call.dtype:

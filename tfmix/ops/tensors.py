@@ -22,6 +22,8 @@ from tfmix._keras import variables as keras_variables
 
 # A tensor carries this note: a `Copy`.
 COPY = "_tfmix_copy"
+# What code of a user has cast to 16 bit carries this one: the float32 tensor.
+ANGLE = "_tfmix_angle"
 # Notes on probabilities hold their logits. Keras's losses use Keras's note, on
 # TensorFlow only.
 LOGITS_OF_KERAS, LOGITS = global_state.LOGITS, "_tfmix_logits"
@@ -192,8 +194,9 @@ def watching(original: Callable) -> Callable:
     @functools.wraps(original)
     def watch(tape: Any, tensor: Any) -> None:
         for each in keras.tree.flatten(tensor):
-            if note(each) is not None:
-                put_note(each, COPY, None)
+            for name in (COPY, ANGLE):
+                if note(each, name) is not None:
+                    put_note(each, name, None)
         original(tape, tensor)
 
     return watch
