@@ -80,6 +80,7 @@ OWNED = {
     f"{CORE_OWNER}.core": "cast convert_to_tensor",
     "keras.src.models.functional.Functional": "call _run_through_graph "
     "operations",
+    "keras.Function": "_run_through_graph",
     "keras.src.saving.serialization_lib": "SafeModeScope",
     "keras.src.trainers.compile_utils": "CompileLoss",
     TRAINER: "_aggregate_additional_loss",
@@ -102,7 +103,6 @@ OWNED = {
     "tensorflow.python.ops.custom_gradient": "_eager_mode_decorator "
     "_graph_mode_decorator",
     f"{POLYMORPHIC}.function_context": "make_function_context",
-    "tensorflow.python.framework.ops": "get_gradient_function",
     "tensorflow.Graph": "_get_control_flow_context",
     "tensorflow.__internal__.FuncGraph": "capture",
     "tensorflow.python.eager.record": "could_possibly_record "
@@ -201,13 +201,6 @@ def tape():
         return recorded
 
 
-def operation():
-    import tensorflow as tf
-
-    with tf.Graph().as_default():
-        return tf.constant(1.0).op
-
-
 def first_input():
     return functional().layers[0]
 
@@ -246,7 +239,6 @@ ATTRIBUTES = {
     dense: "_parent_path _build_shapes_dict",
     functional: "_nodes_by_depth _inputs_struct _outputs_struct _inputs",
     sequential: "_functional _compile_loss",
-    operation: "_gradient_function",
     symbol: "_dtype _keras_history",
     first_input: "_dtype",
     attention: "_dropout _value_dim _softmax _attention_axes",

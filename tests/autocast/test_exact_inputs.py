@@ -52,44 +52,6 @@ def test_float_ids_that_were_changed_after_the_cast_are_reported(said, rows):
         assert "int32" in said[0]
 
 
-def fit_on(x, y):
-    with global_policy.policy_scope("mixed_float16"):
-        layers = [keras.layers.Embedding(5000, 2), keras.layers.Flatten()]
-        layers.append(keras.layers.Dense(1, dtype="float32"))
-        model = keras.Sequential([keras.Input((1,)), *layers])
-    # The steps are beside the point.
-    model.compile("sgd", "mse", run_eagerly=True)
-    for _ in range(2):
-        model.fit(x, y, batch_size=64, verbose=0)
-
-
-IDS = np.arange(3000, 3004)[:, None]
-ONES = np.ones((4, 1), "float32")
-
-
-@pytest.mark.every_case("each is a way of its own")
-@pytest.mark.parametrize(
-    ("x", "y", "expected"),
-    [
-        (IDS, IDS.astype("float16"), "`y` reaches `fit` in float16"),
-        (IDS.astype("float16"), ONES, "`x` reaches `fit` in float16"),
-        (IDS, IDS, None),
-        (IDS, IDS.astype("float32"), None),
-        (IDS, (IDS - 2000).astype("float16"), None),
-        (IDS, (IDS / 4 + 0.25).astype("float16"), None),
-        (IDS, np.array([[np.nan], [3000], [1], [2]], "float16"), None),
-    ],
-)
-def test_whole_numbers_that_come_in_16_bit_are_named_once(x, y, expected, said):
-    fit_on(x, y)
-    found = [text for text in said if "reaches `fit`" in text]
-    assert len(found) == (expected is not None)
-    if expected:
-        assert expected in found[0]
-        assert "above 2048, and it has numbers up to 300" in found[0]
-        assert "Pass them as integers" in found[0]
-
-
 def test_discretization_sees_values_beside_its_boundaries():
     with global_policy.policy_scope("mixed_float16"):
         model = Around(keras.layers.Discretization([4096.5]))

@@ -133,11 +133,8 @@ class Forgetful(keras.layers.Dense):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (OwnLayer, r"register_keras_serializable\(\)` on OwnLayer,"),
-        (
-            lambda: NoConfig(type("Units", (), {"units": 2})()),
-            "on NoConfig, and give a class a `get_config`",
-        ),
+        (OwnLayer, "'OwnLayer'"),
+        (lambda: NoConfig(type("Units", (), {"units": 2})()), "NoConfig"),
         (lambda: Forgetful(2), "other weights than the model"),
     ],
 )

@@ -4,6 +4,7 @@ import contextlib
 import pathlib
 import tempfile
 import warnings
+from unittest import mock
 
 import keras
 import numpy as np
@@ -30,6 +31,8 @@ from tests.orders.models import (
     small_data,
 )
 from tests.orders.order import OPTIMIZERS, REFUSES, SIXTEEN, TENSORFLOW, WRAPS
+from tfmix._keras import optimizers
+from tfmix.optimizers import eight_bit_slots
 
 # Steps that change neither the model nor its active policy.
 LOOKING = ("check", "scale_monitor")
@@ -390,13 +393,12 @@ class Machine:
         scaled = half or pure or self.wrap != "bare"
         inner = type(OPTIMIZERS[self.name]()).__name__
         keepers = {"MasterWeightOptimizer", "BFloat16Optimizer"}
-        keepers.add("LowMemoryOptimizer")
-        wanted = ["LossScaleOptimizer"] * scaled
-        if make := WRAPS.get(self.wrap):
-            wanted.append(type(make(OPTIMIZERS[self.name]())).__name__)
-        elif pure:
-            wanted.append("MasterWeightOptimizer")
-        wanted.append(inner)
+        make = WRAPS.get(self.wrap) or (lambda optimizer: optimizer)
+        around = optimizers.chain(make(OPTIMIZERS[self.name]()))
+        wanted = [type(one).__name__ for one in around]
+        if pure and not keepers & set(wanted):
+            wanted.insert(0, "MasterWeightOptimizer")
+        wanted = ["LossScaleOptimizer"] * scaled + wanted
         if self.wrap == "any":
             right = found[-1] == inner and (
                 "LossScaleOptimizer" in found or not (half or pure)
@@ -501,7 +503,9 @@ def run(order):
         tfmix.set_global_policy("float32")
         try:
             keras_before()
-            with tempfile.TemporaryDirectory() as folder:
+            # Small variables would keep float32 state.
+            small = mock.patch.object(eight_bit_slots, "SMALL", 1)
+            with small, tempfile.TemporaryDirectory() as folder:
                 Machine(order, folder).run()
         finally:
             tfmix.set_global_policy("float32")
