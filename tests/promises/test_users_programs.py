@@ -64,8 +64,9 @@ def test_a_jitted_step_calls_no_host_and_can_be_exported(policy, wrapper):
     state = tuple([v.value for v in group] for group in loop.groups())
     x, y = batches()[0]
     jitted = jax.jit(lambda state, x, y: loop.by_jax(*state, x, y))
-    program = jitted.lower(state, x, y).as_text()
-    for word in ("callback", "stablehlo.case", "stablehlo.if"):
+    # What the platform decides is decided once this is compiled.
+    program = jitted.lower(state, x, y).compile().as_text()
+    for word in ("callback", " conditional("):
         assert word not in program
     saved = export.export(jitted)(state, x, y).serialize()
     losses = train(export.deserialize(saved).call, state)
