@@ -53,21 +53,6 @@ def test_good_steps_equal_the_unwrapped_optimizer_and_bad_ones_nothing(
     assert int(wrapped.iterations) == 3
 
 
-@pytest.mark.parametrize("mode", steps.MODES)
-@pytest.mark.parametrize("stored", [0.0, math.inf, math.nan, 1e-44])
-def test_a_damaged_scale_heals_without_touching_the_weights(stored, mode):
-    wrapped, ours = Wrapped("sgd"), steps.variables()
-    step = steps.stepper(wrapped, ours, mode)
-    wrapped.dynamic_scale.assign(stored)
-    scale = wrapped.loss_scale
-    assert 1.0 <= scale <= 2.0**24
-    bare, plain = keras.optimizers.SGD(), steps.variables()
-    steps.stepper(bare, plain, mode)(steps.gradients(0))
-    step(scaled(steps.gradients(0), scale))
-    for expected, actual in zip(plain, ours, strict=True):
-        helpers.assert_close(actual, expected, "float32")
-
-
 @pytest.mark.every_case("each row is an argument of its own, and fast")
 @pytest.mark.parametrize(
     ("settings", "dtype", "gradient", "moved"),
