@@ -270,19 +270,6 @@ def test_check_without_targets_or_loss_looks_at_the_forward_pass(
         assert ("only the forward pass" in notes) is (LOSS not in line)
 
 
-@pytest.mark.parametrize("kind", [list, dict])
-def test_arrays_by_name_take_the_structure_of_the_inputs(kind):
-    inputs = {name: keras.Input((2,), name=name) for name in ("b", "a")}
-    given = inputs if kind is dict else list(inputs.values())
-    model = keras.Model(given, keras.layers.Add()(list(inputs.values())))
-    arrays = {name: np.full((3, 2), name) for name in "abc"}
-    found = commands.arranged(arrays, model)
-    if kind is dict:
-        assert list(found) == ["b", "a"]
-    first, second = found.values() if kind is dict else found
-    assert (first[0, 0], second[0, 0]) == ("b", "a")
-
-
 def test_advise_prints_shapes_padding_and_bytes(run, data):
     code, out, err = run("advise good.keras --batch-size 32")
     assert (code, err) == (cli.OK, "")
@@ -309,21 +296,6 @@ def test_advise_on_a_float32_model_says_how_to_convert_it(run):
     _, out, _ = run("advise long.keras --batch-size 8 --input-shape 5 3")
     assert "a model in float32, batch of 8" in out
     assert "`tfmix convert`" in " ".join(out.split())
-
-
-def own_loss(y_true, y_pred):
-    return keras.ops.mean(keras.ops.square(y_true - y_pred))
-
-
-def test_advise_needs_no_loss_of_the_users_own_and_takes_shapes(run, tmp_path):
-    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)])
-    model.compile("sgd", own_loss)
-    model.save(tmp_path / "own.keras")
-    assert run(f"advise {tmp_path}/own.keras --batch-size 2")[0] == cli.OK
-    line = "advise long.keras --batch-size 8 --input-shape 5 3"
-    code, out, _ = run(line)
-    assert code == cli.OK
-    assert "(40, 3, 2)" in out
 
 
 def test_compile_says_how_much_it_has_to_install(run, capsys, monkeypatch):

@@ -1,8 +1,6 @@
 """LossScaleMonitor shows the scale and the skips, and stops a stuck run."""
 
-import copy
 import csv
-import logging
 
 import keras
 import numpy as np
@@ -67,17 +65,6 @@ def test_the_progress_bar_shows_the_scale_and_counts_in_whole_numbers(capsys):
     # The history holds plain numbers.
     assert history["applied_steps"][0] / 6 == 0.5
     assert f"{history['loss_scale'][0]:.1f}" == "16384.0"
-
-
-def test_a_warning_begins_on_a_new_line(capsys, monkeypatch):
-    model, seen = compiled(loss_scale=rules.FixedLossScale(8.0)), []
-    monkeypatch.setattr(
-        logging.getLogger("absl"),
-        "handle",
-        lambda record: seen.append(capsys.readouterr().out),
-    )
-    fit(model, Monitor(every=1), batches(6, bad=range(5)), verbose=1)
-    assert [text[-1:] for text in seen] == ["\n"]
 
 
 @pytest.mark.costly
@@ -155,18 +142,6 @@ def test_keras_own_scaler_is_refused():
 def test_numbers_below_one_are_refused(name, value, error):
     with pytest.raises(error, match=f"{name}={value}"):
         Monitor(**{name: value})
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("after", [False, True])
-def test_the_monitor_can_be_copied_as_tuners_do(after):
-    monitor = Monitor()
-    if after:
-        fit(compiled(), monitor, batches(3))
-    copied = copy.deepcopy(monitor)
-    assert copied.every == monitor.every
-    fit(compiled(), copied, batches(3))
-    assert copied.timeline[-1].loss_scale == 2.0**15
 
 
 def test_a_resumed_run_continues_the_optimizers_step_count(tmp_path):
