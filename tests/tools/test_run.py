@@ -126,12 +126,9 @@ def test_a_script_runs_as_under_python(name, tmp_path):
     is_exit = name.startswith("exits")
     code = cli.BAD_INPUT if is_exit else expected.returncode or cli.BAD_INPUT
     assert done.returncode == code
-    first, _, rest = done.stderr.partition("\n")
-    assert first.startswith("tfmix run: ")
-    assert first.endswith("--policy, --json. Options of tfmix stand before it.")
-    assert rest.startswith(expected.stderr)
+    assert done.stderr.startswith(expected.stderr)
     # What it says besides is one line, or nothing if Python was killed.
-    assert rest.removeprefix(expected.stderr).count("\n") <= 1
+    assert done.stderr.removeprefix(expected.stderr).count("\n") <= 1
 
 
 @once
@@ -362,17 +359,10 @@ def test_ctrl_c_reaches_the_script(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("nowhere.py",), "no file 'nowhere.py'. Give the path of a script"),
         ((), "no script to run. Write `tfmix run train.py`"),
-        (("--policy", "fp16", "x.py"), "Did you mean 'mixed_float16'?"),
-        (("--against", "fp32", "x.py"), "Did you mean 'float32'?"),
         (("--report", "no/where.json", __file__), "no folder to write"),
         (("--repeat", "0", "x.py"), "at least 1. Received: --repeat 0"),
         (("--repeat", "3", "x.py"), "Add the policy to compare with"),
-        (
-            ("--policy", "O1", "--against", "O1", "x.py"),
-            "Both runs would be in O1",
-        ),
     ],
 )
 def test_a_wrong_word_is_one_line_and_code_2(words, said, capsys):
@@ -471,7 +461,6 @@ def test_fit_is_counted_and_explained(tmp_path):
     assert found["policy"] == "mixed_float16"
     assert found["why"] == "asked for, in place of the script's float32"
     assert (found["steps"], found["skipped"]) == (13, 3)
-    assert "`x`" in found["cause"]
     # A step takes the time until the next one, in which `fit` sleeps.
     assert 30 <= found["milliseconds"] < 100
     assert found["first_seconds"] > found["milliseconds"] / 1000
@@ -482,7 +471,6 @@ def test_fit_is_counted_and_explained(tmp_path):
     assert not done.stdout
     printed = done.stderr.partition("tfmix run: script.py. ")[2]
     assert re.search(r"^train steps +13 *$", printed, re.M)
-    assert "skipped, most likely: " in printed
 
 
 @once
@@ -765,8 +753,8 @@ def test_scripts_of_others_run(tmp_path):
 def a_run(**values):
     known = {
         **{"policy": "mixed_float16", "dtype": "float16", "why": "asked for"},
-        **{"device": "NVIDIA H100", "fast": True, "failed": "", "ended": ""},
-        **{"steps": 100, "skipped": 0, "cause": "", "milliseconds": 10.0},
+        **{"device": "NVIDIA H100", "fast": True, "failed": ""},
+        **{"steps": 100, "skipped": 0, "milliseconds": 10.0},
         **{"is_cpu": False, "timed": 99, "blocks": [10.0] * 5},
         **{"first_seconds": 1.0, "peak_bytes": 100 * 2**20, "loss": 0.5},
         **{"float32_layers": {}, "layers": 3, "fallen": ()},
@@ -922,10 +910,9 @@ def test_a_loss_is_the_mean_over_the_last_tenth(count):
     assert losses.last_tenth() is None
     for number in range(count):
         losses.add(np.float32(number))
-    # Of a long run, it is the mean of a sample.
-    mean = np.mean(np.arange(count)[int(0.9 * count) :])
-    assert losses.last_tenth() == pytest.approx(mean, rel=0.005)
-    assert len(losses._kept) <= 256
+    # Of a long run, it is the mean of the last.
+    mean = np.mean(np.arange(count)[int(0.9 * count) :][-256:])
+    assert losses.last_tenth() == pytest.approx(mean)
 
 
 def test_a_bad_batch_at_the_end_does_not_count_and_bad_weights_do():
