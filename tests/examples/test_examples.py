@@ -14,31 +14,6 @@ from tests.tree import ROOT
 
 SCRIPTS = sorted(compared.EXAMPLES.glob("*.py"))
 BACKEND = keras.backend.backend()
-# Expressions in a script's names, with their values after one epoch.
-SHORT = [
-    (
-        "three_lines",
-        {},
-        {
-            "model.layers[0].compute_dtype": "float16",
-            "model.layers[0].kernel.dtype": "float32",
-            "model.layers[-1].compute_dtype": "float32",
-            "optimizer is model.optimizer": True,
-            "accuracy > 0.4": True,
-        },
-    ),
-    (
-        "levels",
-        {"LEVEL": "O3"},
-        {
-            "[layer.compute_dtype for layer in model.layers[1:3]]": (
-                ["float16", "float16"]
-            ),
-            "model.layers[1].kernel.dtype": "float16",
-            "model.layers[-1].compute_dtype": "float32",
-        },
-    ),
-]
 
 
 def namespace(name, **constants):
@@ -50,10 +25,12 @@ def namespace(name, **constants):
     return names
 
 
-@pytest.mark.parametrize(("name", "constants", "expected"), SHORT)
-def test_one_epoch_leaves(name, constants, expected):
-    names = namespace(name, EPOCHS=1, **constants)
-    assert {how: eval(how, names) for how in expected} == expected
+def test_one_epoch_of_three_lines_trains_in_16_bit():
+    names = namespace("three_lines", EPOCHS=1)
+    first, *_, last = names["model"].layers
+    assert (first.compute_dtype, first.kernel.dtype) == ("float16", "float32")
+    assert last.compute_dtype == "float32"
+    assert names["accuracy"] > 0.4
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)

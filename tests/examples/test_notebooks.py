@@ -80,6 +80,7 @@ def test_a_notebook_matches_its_script(script):
     assert len(set(names)) == len(names)
 
 
+@pytest.mark.slow
 def test_start():
     names, outputs = run("start")
     assert names["accuracy"] > 0.9

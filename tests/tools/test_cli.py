@@ -200,13 +200,6 @@ def test_a_command_says_what_is_wrong_and_writes_nothing(run, folder, line):
     assert written() == before
 
 
-@pytest.mark.parametrize("command", ["advise", "compile"])
-def test_rows_have_one_name_in_all_commands_and_a_short_one(command):
-    for option in ("--batch-size", "--batch"):
-        words = [command, "m.keras", option, "8"]
-        assert cli.build_parser().parse_args(words).batch_size == 8
-
-
 def test_a_pipe_is_as_wide_as_the_environment_says(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     _, out, _ = run(CHECK)
@@ -279,12 +272,6 @@ def test_advise_prints_shapes_padding_and_bytes(run, data):
     assert memory["weights"] == weights
     # Adam's two moments, and its learning rate.
     assert 2 * weights <= memory["slots"] <= 2 * weights + 32
-
-
-def test_advise_lists_what_the_target_can_multiply(data):
-    found = data("advise good.keras --batch-size 32 --target t4")
-    assert "mixed_float16" in found["memory"]
-    assert not [way for way in found["memory"] if "bfloat16" in way]
 
 
 def test_advise_on_a_float32_model_says_how_to_convert_it(run):
@@ -363,6 +350,7 @@ def test_an_error_in_tfmix_is_raised_as_it_is(run, monkeypatch):
         run("devices")
 
 
+@pytest.mark.slow
 def test_python_dash_m_runs_it_in_a_terminal_and_passes_the_exit_code_on():
     pty = pytest.importorskip("pty", reason="a terminal, which Windows lacks")
     ours, theirs = pty.openpty()

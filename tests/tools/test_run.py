@@ -820,11 +820,6 @@ def test_the_verdict_is_a_sentence(narrow, wide, said):
     assert said in other.verdict()
 
 
-def test_a_run_without_a_loss_gets_no_verdict_on_it():
-    said = report_of({"loss": None}, {}).verdict()
-    assert said.endswith("No loss is known to compare.")
-
-
 def repeated(ours, theirs):
     runs = tuple(a_run(loss=loss) for loss in ours)
     others = tuple(a_run(**WIDE, loss=loss) for loss in theirs)
@@ -943,11 +938,3 @@ def test_a_true_difference_is_seen_and_a_small_one_is_not():
             assert found.is_faster() is is_faster
             assert found.low < found.median < found.high
             assert found.median == pytest.approx(other / 10, rel=0.05)
-
-
-def test_values_that_were_not_measured_are_left_out():
-    run = a_run(peak_bytes=None, loss=None)
-    printed = str(report.Report("train.py", (run,)))
-    assert "memory" not in printed
-    assert "loss" not in printed
-    assert "nan" not in printed

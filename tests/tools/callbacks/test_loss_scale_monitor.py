@@ -101,12 +101,6 @@ def test_between_readings_nothing_is_copied_to_the_host(monkeypatch):
     assert len(reads) <= 8
 
 
-def test_keras_keeps_its_asynchronous_dispatch():
-    without = keras.callbacks.CallbackList([])
-    container = keras.callbacks.CallbackList([Monitor()])
-    assert container._async_train == without._async_train
-
-
 def test_a_stuck_run_is_stopped_with_the_variable_named():
     stuck = {"loss_scale": rules.FixedLossScale(8.0)}
     monitor = Monitor(every=1, max_consecutive_skips=5)
@@ -137,33 +131,6 @@ def test_a_model_without_loss_scaling_trains_with_one_warning(own, caplog):
 def test_numbers_below_one_are_refused(name, value, error):
     with pytest.raises(error, match=f"{name}={value}"):
         Monitor(**{name: value})
-
-
-def test_a_resumed_run_continues_the_optimizers_step_count(tmp_path):
-    def train(epochs, monitor):
-        model = compiled()
-        backup = keras.callbacks.BackupAndRestore(
-            tmp_path / "backup", delete_checkpoint=False
-        )
-        data = batches(5, bad=[1])
-        fit(model, monitor, data, callbacks=[backup], epochs=epochs)
-
-    train(2, Monitor())
-    resumed = Monitor()
-    train(3, resumed)
-    assert [reading.step for reading in resumed.timeline] == [10, 15]
-
-
-def test_keras_writes_the_curves_for_tensorboard(tmp_path):
-    monitor = Monitor(every=2)
-    writer = helpers.tensorboard(tmp_path, update_freq=1)
-    data = batches(4, bad=[0])
-    history = fit(compiled(), monitor, data, callbacks=[writer], epochs=2)
-    found = helpers.curves(tmp_path / "train")
-    for name in ("loss_scale", "skipped_steps", "applied_steps"):
-        assert list(found[f"epoch_{name}"].values()) == history[name]
-    # There are curves of batches as well.
-    assert found["batch_loss_scale"][3] == 2.0**14
 
 
 class Adversaries(keras.Model):
