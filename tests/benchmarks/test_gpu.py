@@ -6,21 +6,13 @@ import keras
 import pytest
 from absl import flags
 
-import tfmix
-from benchmarks import answers, gpu, gpu_worker
+from benchmarks import answers, gpu
 
 LLAMA = ("llama", "tfmix", "mixed_bfloat16", "adam")
 ROW = {
     **{"title": "blocks", "first step, s": 9.0, "losses": [2.0, 1.0]},
     **{"ms": 2.0, "least ms": 1.0, "most ms": 3.0, "peak, GB": 5.0},
 }
-
-
-@pytest.fixture(autouse=True)
-def float32():
-    """Restores the policy, which rows set in their process: this one."""
-    yield
-    keras.config.set_dtype_policy("float32")
 
 
 @pytest.fixture
@@ -83,27 +75,6 @@ def test_a_run_continues_where_the_last_one_ended(ran, tmp_path, capsys):
 def test_wrong_arguments_are_refused(words, message):
     with pytest.raises(flags.Error, match=message):
         gpu.main(words)
-
-
-@pytest.mark.parametrize("library", ["tfmix", "keras"])
-@pytest.mark.parametrize(
-    "precision", ["mixed_bfloat16", "mixed_float16", "mixed_float8"]
-)
-def test_each_precision_computes_in_its_dtype(library, precision):
-    made = gpu_worker.session(
-        "transformer", library, precision, "adam", tiny=True
-    )
-    model = made.model
-    dtype = precision.removeprefix("mixed_").replace("float8", "bfloat16")
-    dense = [one for one in model.layers if type(one).__name__ == "Dense"]
-    assert {layer.compute_dtype for layer in dense} == {dtype}
-    assert model.output.dtype == "float32"
-    assert str(model.trainable_variables[-1].dtype) == "float32"
-    if library == "tfmix":
-        is_float8 = tfmix.global_policy().is_float8
-    else:
-        is_float8 = "float8" in dense[0].dtype_policy.name
-    assert is_float8 is (precision == "mixed_float8")
 
 
 @pytest.mark.slow

@@ -550,24 +550,6 @@ def test_two_runs_stand_side_by_side(tmp_path):
     assert data["verdict"].endswith("does not forecast that on a GPU.")
 
 
-@pytest.mark.slow
-def test_two_equal_runs_are_refused_before_they_train(tmp_path):
-    script = tmp_path / "script.py"
-    own = 'import keras\nkeras.config.set_dtype_policy("float32")\n'
-    script.write_text(own + FITS + "\nprint('trained')\n")
-    file = tmp_path / "report.json"
-    words = "--against", "float32", "--report", file, script
-    done = run(*words, TMPDIR=str(tmp_path))
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = re.findall("^tfmix run: error: .*$", done.stderr, re.M)
-    assert "both runs would be in float32 (the script asks for it" in line
-    assert "`tfmix run --policy mixed_bfloat16 --against float32" in line
-    assert "Traceback" not in done.stderr
-    assert "2 of 2" not in done.stderr
-    assert line.endswith(json.loads(file.read_text())["error"])
-    assert {*tmp_path.iterdir()} == {script, file}
-
-
 @pytest.mark.parametrize(
     ("asked", "first", "layers", "first_layers", "refused"),
     [

@@ -108,23 +108,6 @@ def test_8_bit_state_and_masters_change_the_memory():
     )
 
 
-@keras.saving.register_keras_serializable("tests")
-class OwnCompile(keras.Sequential):
-    def compile(self, optimizer, beta=1.0, loss="mse"):
-        super().compile(optimizer, loss)
-
-
-@needs("h200")
-@pytest.mark.filterwarnings("ignore:`compile")
-def test_arguments_of_a_custom_compile_are_not_guessed():
-    model = OwnCompile([keras.Input((64,)), layers.Dense(32)])
-    model.compile("sgd")
-    with pytest.raises(ValueError, match="OwnCompile.*compile_from_config"):
-        compile_for(model, 8)
-    model = OwnCompile([keras.Input((64,)), layers.Dense(32)])
-    assert compile_for(model, 8).memory.fits
-
-
 @needs("h200")
 @pytest.mark.parametrize("target", GPUS)
 def test_every_gpu_multiplies_in_the_dtype_of_auto(target):
@@ -155,23 +138,6 @@ def test_a_step_without_products_has_a_note():
     assert "batch of 1: no products, at least" in found.title
     assert "0%" not in str(found)
     assert "is a sum" in str(found)
-
-
-@needs("h200")
-def test_gradients_of_grouped_convolutions_have_a_layer():
-    model = sequential(
-        layers.Conv2D(16, 3, name="whole"),
-        layers.Conv2D(16, 3, groups=4, name="grouped"),
-        layers.GlobalAveragePooling2D(),
-        layers.Dense(2, name="head"),
-        shape=(8, 8, 8),
-    )
-    for policy in ("float32", "mixed_bfloat16"):
-        found = compile_for(model, 4, policy=policy)
-        names = [row.layer.split("/")[-1] for row in found.rows]
-        # The first layer has no gradient of its inputs.
-        expected = {"whole": 2, "grouped": 3, "head": 3}
-        assert collections.Counter(names) == expected
 
 
 @needs("h200")
@@ -215,16 +181,6 @@ def test_each_round_of_a_loop_counts(target):
     assert found.flops == 2 * (rounds + 3 * 32 * 128 * 8)
     assert found.open_loops == 0
     assert found.kernels > 200
-
-
-@needs("h200")
-def test_rematerialized_products_are_counted():
-    with keras.RematScope(mode="full"):
-        parts = [layers.Dense(512, "gelu") for _ in range(2)]
-        model = keras.Sequential([keras.Input((512,)), *parts])
-    found = compile_for(model, 8192)
-    # There are two forward products. The inputs need no gradient.
-    assert found.flops > 5 * 2 * 8192 * 512 * 512
 
 
 @needs("v5e")
