@@ -73,7 +73,6 @@ TENSORFLOW_IS_ENOUGH = (
     "promises/test_quiet.py",
     "test_tables.py",
     "promises/test_untrusted_files.py",
-    "wild/test_sums_inside.py",
     "wild/test_wild.py",
 )
 JAX_IS_ENOUGH = (

@@ -296,7 +296,11 @@ class _Guard:
         """Makes every `apply` inside a block report to one step."""
         if self.asked_for:
             _check_optimizer(self._model)
-        is_own, outside = training.has_own_step(self._model), current_step()
+        # Keras's own scaler applies in a branch, whose tensors end with it.
+        is_own = training.has_own_step(self._model) or (
+            type(self._model.optimizer) is optimizers.KerasScaler
+        )
+        outside = current_step()
         counter = self._counter if is_own else None
         if outside is not None:
             # What happens in this step happens in that one, too.

@@ -1,6 +1,5 @@
 """`environment` lists the current facts for a bug report."""
 
-import importlib.metadata
 import json
 
 import keras
@@ -30,14 +29,6 @@ def test_environment_lists_replaced_names():
     after = environment.environment().facts["replaced"].split(", ")
     assert {*after} - {""} < {*during}
     assert any("keras" in name for name in during)
-
-
-def test_the_version_of_keras_nightly_is_found(monkeypatch):
-    def version(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    assert environment.environment().facts["keras"] == keras.__version__
 
 
 @pytest.mark.parametrize("words", [[], ["--json"]])
