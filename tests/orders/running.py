@@ -27,7 +27,7 @@ def run(order):
         try:
             keras_before()
             # Small variables would keep float32 state.
-            small = mock.patch.object(eight_bit_slots, "SMALL", 1)
+            small = mock.patch.multiple(eight_bit_slots, SMALL=1, SHORT=1)
             with small, tempfile.TemporaryDirectory() as folder:
                 Machine(order, folder).run()
         finally:
