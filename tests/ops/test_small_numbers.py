@@ -74,6 +74,9 @@ def test_small_numbers_and_their_gradients_are_those_of_float32(
     name, function, mode
 ):
     dtype = name.removeprefix("mixed_")
+    if function == "log of a relu" and dtype == "float16":
+        if not helpers.ON_JAX and mode != "xla":
+            pytest.skip("TensorFlow's relu multiplies infinity by 0 on a CPU")
     x = activations(dtype)
     right = result_and_gradient("float32", FUNCTIONS[function], x, "eager")
     found = result_and_gradient(name, FUNCTIONS[function], x, mode)

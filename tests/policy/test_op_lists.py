@@ -148,6 +148,8 @@ def test_the_default_list_has_no_double_and_only_real_ops():
         (["sofmax"], ValueError, r"'sofmax'.*Did you mean 'softmax'\?"),
         (["sum", "sum"], ValueError, "names 'sum' twice"),
         (["cast"], ValueError, "take tensors.*'cast'"),
+        # An activation computes by the ops that it calls.
+        (["mish"], ValueError, "functions of `keras.ops`.*'mish'"),
         ("sum", TypeError, r"must be a list.*float32_ops='sum'"),
         ([keras.ops.sum], TypeError, "takes names.*function"),
     ],

@@ -35,7 +35,6 @@ from tfmix._keras.replacing import COMPILE, LAYERS, OPS
 from tfmix.autocast import bare_optimizers, fallback, global_policy
 from tfmix.autocast import compile as compiling
 from tfmix.ops import (
-    apply,
     attention,
     recomputation,
     stand_ins,
@@ -127,7 +126,7 @@ LIST = (
         OPS,
         "A variable's 16-bit copy knows its float32 source.",
         [keras_variables.AUTOCAST],
-        apply.noting_weights,
+        tensors.noting_weights,
     ),
     Replaced(
         OPS,

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from tfmix._keras import context_values, kernels, optimizers
+from tfmix._keras import context_values, optimizers
 from tfmix._keras import variables as keras_variables
 from tfmix.gradient_scaling import placing
 from tfmix.loss_scaling import rules, standstill
@@ -56,7 +56,7 @@ class Values(NamedTuple):
                 because the data or the loss is not finite. No scale helps then,
                 so the scale does not change.
         """
-        select = kernels.select
+        select = keras_variables.select
         scale, of_data = self.scale, 0
         if rule is not None:
             scale = rule.update(scale, applied)
@@ -167,7 +167,7 @@ class State:
 
     def _place_of(self, scale: Any) -> Any:
         ratio = self.rule.current(scale) / self.rule.init()[0]
-        return kernels.select(ratio < 1.0, ratio, ratio * placing.FREE)
+        return keras_variables.select(ratio < 1.0, ratio, ratio * placing.FREE)
 
 
 class Counts:

@@ -102,6 +102,14 @@ MOVES = frozenset(
         *("moveaxis", "flip"),
     )
 )
+# They return no numbers that a format rounds, so they stay Keras's own.
+EXACT = frozenset(
+    (
+        *("zeros", "ones", "zeros_like", "ones_like", "eye", "one_hot"),
+        *("any", "all", "logical_and", "logical_not", "logical_or"),
+        *("isfinite", "isinf", "isnan", "argmax", "argmin", "argsort"),
+    )
+)
 # 16 bit rounds a large angle by more than a turn. So these take what code of a
 # user has cast to 16 bit.
 OF_ANGLES = frozenset(("cos", "sin", "tan"))
@@ -154,7 +162,7 @@ def _check(name: object) -> None:
     # written on a newer version loads on an older one.
     if name not in DEFAULT_FLOAT32_OPS and not op_places.is_op(name):
         raise ValueError(
-            "`float32_ops` must name functions of `keras.ops` or "
-            f"`keras.activations` that take tensors. Received: {name!r}."
+            "`float32_ops` must name functions of `keras.ops` that take "
+            f"tensors. Received: {name!r}."
             f"{_arguments.did_you_mean(name, op_places.op_names())}"
         )

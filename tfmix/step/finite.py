@@ -216,7 +216,7 @@ def restore_unless(applied: Any, pairs: Sequence[tuple[Any, Any]]) -> None:
     def restore(stays: Any = False) -> None:
         for variable, old in pairs:
             new = keras_variables.read(variable)
-            variable.assign(kernels.select(stays, new, old))
+            variable.assign(keras_variables.select(stays, new, old))
 
     applied = _known(applied)
     if _is_selected(applied):

@@ -21,7 +21,6 @@ from tfmix._keras import (
     context_values,
     files,
     global_state,
-    kernels,
     layers,
     optimizers,
     replacing,
@@ -441,7 +440,7 @@ def _values_to_restore(pairs: list) -> list:
     def mended(variable: Any, old: Any) -> Any:
         new = keras_variables.read(variable)
         stays = _is_lost(new, old) if finite.is_float(old) else begins_lost
-        return kernels.select(stays, new, old)
+        return keras_variables.select(stays, new, old)
 
     return [(variable, mended(variable, old)) for variable, old in pairs]
 
