@@ -79,9 +79,7 @@ def expected(value, code):
 
 
 @pytest.mark.parametrize(("shape", "scales"), SHAPES.items())
-def test_a_block_is_a_row_or_the_fewest_last_axes_of_256(
-    shape, scales
-):
+def test_a_block_is_a_row_or_the_fewest_last_axes_of_256(shape, scales):
     assert eight_bit.blocks_shape(shape) == scales
     value = ops.ones(shape, "float32")
     _, found = eight_bit.encode(value, eight_bit.SIGNED, NEAREST)
