@@ -211,10 +211,10 @@ class DynamicLossScale(LossScale):
         grows = good_steps >= self.growth_steps
         shrinks = overflows >= self.hysteresis
         zero = good_steps * 0
-        grown = select(grows, self._bounded(scale * self.growth_factor), scale)
-        backoff = self._bounded(scale * self.backoff_factor)
+        grown = select(grows, scale * self.growth_factor, scale)
+        shrunk = select(shrinks, scale * self.backoff_factor, scale)
         return LossScaleState(
-            scale=select(finite, grown, select(shrinks, backoff, scale)),
+            scale=self._bounded(select(finite, grown, shrunk)),
             good_steps=select(finite, select(grows, zero, good_steps), zero),
             overflows=select(finite, overflows * 0, overflows),
         )

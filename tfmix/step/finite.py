@@ -404,10 +404,10 @@ def blames_data(
     # may belong to the one head whose loss is not finite. Scalars fuse with the
     # update of the rule, so they add no kernel. If the gradient were flattened
     # first, a TPU would copy all of it.
-    first, last = (
+    first, last = [
         ops.isnan(ops.reshape(value[(slice(1),) * len(value.shape)], ()))
         for value in (numbers[0], numbers[-1])
-    )
+    ]
     return both(first, last)
 
 

@@ -8,7 +8,6 @@ and without a strategy.
 
 import contextlib
 import functools
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -22,10 +21,7 @@ if keras.backend.backend() == "tensorflow":
 
 # Under these strategies variables do not live on the replicas, so that a joint
 # step cannot be skipped.
-_REFUSED = {
-    "ParameterServerStrategy": "its workers update shared variables separately",
-    "CentralStorageStrategy": "its variables are not copied to each replica",
-}
+_REFUSED = "ParameterServerStrategy", "CentralStorageStrategy"
 
 
 def check_strategy(strategy: Any = None) -> None:
@@ -33,12 +29,11 @@ def check_strategy(strategy: Any = None) -> None:
     if keras.backend.backend() != "tensorflow":
         return
     name = type(strategy or tf.distribute.get_strategy()).__name__
-    reason = _REFUSED.get(re.sub(r"V\d$", "", name))
-    if reason is not None:
+    if name.startswith(_REFUSED):
         raise ValueError(
-            f"tfmix cannot scale the loss under {name}: {reason}, so "
-            "the replicas could not skip a step together. Use "
-            "MirroredStrategy, MultiWorkerMirroredStrategy, "
+            f"tfmix cannot scale the loss under {name}: its variables do not "
+            "live on the replicas, so these could not skip a step together. "
+            "Use MirroredStrategy, MultiWorkerMirroredStrategy, "
             "OneDeviceStrategy or TPUStrategy."
         )
 
