@@ -6,6 +6,7 @@ are summed first. Then every replica takes its step by itself, on its own copies
 and without a strategy.
 """
 
+import collections
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -87,20 +88,21 @@ def sum_gradients(grads: Sequence, variables: Sequence) -> list:
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
         return result
-    maxed = {n for n in present if keras_variables.is_overwritten(variables[n])}
-    # There is no reduction by maximum, so each replica adds its own row.
-    sent = [
-        _as_row(grads[n]) if n in maxed else _gathered(grads[n])
-        for n in present
-    ]
+    sums: dict[Any, list[int]] = collections.defaultdict(list)
+    for n in present:
+        if keras_variables.is_overwritten(variables[n]):
+            rows = context.all_gather(grads[n][tf.newaxis], axis=0)
+            result[n] = _largest(rows)
+        else:
+            result[n] = _gathered(grads[n])
+            sums[result[n].dtype].append(n)
     # Tensors of one reduction are packed into a vector, so they share a dtype.
-    for dtype in dict.fromkeys(tensor.dtype for tensor in sent):
-        alike = [i for i, tensor in enumerate(sent) if tensor.dtype == dtype]
-        sums = context.all_reduce(
-            tf.distribute.ReduceOp.SUM, [sent[i] for i in alike]
+    for alike in sums.values():
+        totals = context.all_reduce(
+            tf.distribute.ReduceOp.SUM, [result[n] for n in alike]
         )
-        for n, total in zip([present[i] for i in alike], sums, strict=True):
-            result[n] = _largest(total) if n in maxed else total
+        for n, total in zip(alike, totals, strict=True):
+            result[n] = total
     return result
 
 
@@ -109,15 +111,6 @@ def _gathered(gradient: Any) -> Any:
     if isinstance(gradient, tf.IndexedSlices) and gradient.dtype == tf.bfloat16:
         return tf.cast(gradient, tf.float32)
     return gradient
-
-
-def _as_row(tensor: Any) -> Any:
-    """Returns a matrix of zeros that has the tensor in this replica's row."""
-    context = tf.distribute.get_replica_context()
-    rows = tf.range(context.num_replicas_in_sync)
-    mine = tf.equal(rows, context.replica_id_in_sync_group)
-    mine = tf.reshape(mine, [-1] + [1] * len(tensor.shape))
-    return tf.where(mine, tensor[tf.newaxis], tf.zeros((), tensor.dtype))
 
 
 def _largest(rows: Any) -> Any:
