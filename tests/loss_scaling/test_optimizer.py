@@ -231,7 +231,7 @@ WRONG_VALUES = [
     ((), {"colour": 1}, "colour"),
 ]
 WRONG_TYPES = [
-    ((keras.optimizers.Adam,), {}, r"Write Adam\(\)"),
+    ((keras.optimizers.Adam,), {}, r"such as keras.optimizers.Adam\(\)"),
     ((3,), {}, "inner_optimizer=3"),
     (("sgd", "x"), {}, "initial_scale='x'"),
     (("sgd", None, 2.5), {}, "dynamic_growth_steps=2.5"),
