@@ -14,12 +14,11 @@ ELSEWHERE = {
     "ops/jax_custom_gradients": "gradient_scaling/test_users_gradients",
     "ops/tensors": "ops/test_apply",
     "ops/ways": "ops/test_loops",
-    "step/gradients": "step/test_who_divides",
     "loss_scaling/errors": "loss_scaling/test_optimizer",
     "loss_scaling/inner_attributes": "loss_scaling/test_optimizer",
     "loss_scaling/state": "loss_scaling/test_optimizer",
     "optimizers/eight_bit_slots": "optimizers/test_low_memory",
-    "optimizers/flat": "optimizers/test_master_weights",
+    "optimizers/wrapper": "optimizers/test_sixteen_bit_optimizer",
     # What only this folder may know of Keras has a contract for each name.
     "_keras/custom_vjp": "_keras/test_contract_meanings",
     "_keras/files": "loss_scaling/test_between_policies",
