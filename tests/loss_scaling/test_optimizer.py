@@ -102,19 +102,6 @@ def test_overflows_are_counted_per_variable_and_blamed_nearest_the_output():
     assert ("StatelessScope" in message) == helpers.ON_JAX
 
 
-def test_health_fails_at_the_floor_before_the_count_is_reached():
-    wrapped = Wrapped("sgd", initial_scale=2.0)
-    step = steps.stepper(wrapped, steps.variables(), steps.MODES[1])
-    bad = scaled(steps.gradients(0), np.inf)
-    wrapped.check_health()
-    step(bad)
-    # One bad batch is not a standstill.
-    wrapped.check_health()
-    step(bad)
-    with pytest.raises(errors.LossScaleError, match="reached its floor, 1"):
-        wrapped.check_health()
-
-
 @pytest.mark.parametrize("mode", steps.MODES)
 def test_a_users_rule_moves_the_scale_in_every_mode(mode):
     class Thirds(rules.LossScale):
@@ -229,7 +216,7 @@ WRONG_VALUES = [
     ((), {"colour": 1}, "colour"),
 ]
 WRONG_TYPES = [
-    ((keras.optimizers.Adam,), {}, r"Write Adam\(\)"),
+    ((keras.optimizers.Adam,), {}, r"such as keras.optimizers.Adam\(\)"),
     ((3,), {}, "inner_optimizer=3"),
     (("sgd", "x"), {}, "initial_scale='x'"),
     (("sgd", None, 2.5), {}, "dynamic_growth_steps=2.5"),
@@ -264,7 +251,7 @@ def test_apply_refuses_what_it_cannot_place():
     wrapped.build(ours)
     with pytest.raises(ValueError, match="2 gradients for 1"):
         wrapped.apply(grads, ours[:1])
-    with pytest.raises(ValueError, match="all are None"):
+    with pytest.raises(ValueError, match="(?i)no gradients provided"):
         wrapped.apply([None, None], ours)
     with pytest.raises(ValueError, match="Unknown variable"):
         wrapped.apply(grads, steps.variables())
