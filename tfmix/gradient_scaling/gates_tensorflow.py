@@ -25,7 +25,7 @@ import tensorflow as tf
 from tfmix._keras import context_values, tapes, tracing
 from tfmix.gradient_scaling import power
 from tfmix.ops import tensorflow_products, tensors
-from tfmix.step import gradients as unscaled_gradients
+from tfmix.step import finite
 
 # The product of this and a dtype's largest number overflows.
 _LARGE = 2.0**64
@@ -167,7 +167,7 @@ def _between(
         rest = iter(found)
         inside = [next(rest) if one else None for one in is_asked] + [*rest]
         kept = [n for n, g in enumerate(inside) if g is not None and passes[n]]
-        values = [unscaled_gradients.values(inside[n]) for n in kept]
+        values = [finite.values(inside[n]) for n in kept]
         if again:
             known = [*tensors, *scaled]
             values = _between(
@@ -177,9 +177,7 @@ def _between(
         # not finite, because no optimizer gets them.
         of_tensors = sum(n < len(tensors) for n in kept)
         says_why = [False] * of_tensors
-        says_why += unscaled_gradients.keep_overflow_visible(
-            values[of_tensors:]
-        )
+        says_why += finite.keep_overflow_visible(values[of_tensors:])
         with _as_written():
             true = _unscaled(by.down, values, says_why)
         for n, value in zip(kept, true, strict=True):
@@ -248,7 +246,7 @@ def _may_join(tensor: Any, factor: Any) -> bool:
         tensor.dtype == tf.float32
         and (factor is None or isinstance(factor, float))
         and tracing.by_gpu_kernels()
-        and unscaled_gradients.is_small(tensor)
+        and finite.is_small(tensor)
     )
 
 
@@ -263,9 +261,9 @@ def _saying_why(down: Any, tensor: Any, lost: Callable) -> Any:
         product = tf.raw_ops.Mul(x=wide, y=down)
         result = select(condition=fine, t=product, e=largest)
     else:
-        finite = select(condition=fine, t=wide, e=largest)
+        safe = select(condition=fine, t=wide, e=largest)
         factor = select(condition=fine, t=down, e=by)
-        result = tf.raw_ops.Mul(x=finite, y=factor)
+        result = tf.raw_ops.Mul(x=safe, y=factor)
     return tensors.cast(result, tensor.dtype)
 
 

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import keras
 from keras import ops
 
-from tfmix._keras import context_values, kernels
+from tfmix._keras import context_values
 from tfmix._keras import variables as keras_variables
 from tfmix.step import guard, replicas
 
@@ -71,9 +71,9 @@ def of(model: keras.Model) -> Any:
         A number, or a float32 scalar tensor; a power of two under the default
         rule.
     """
-    of_step = context_values.block.get().place_of_step
     step = guard.current_step()
-    if of_step is not None and not (step is not None and step.is_own):
+    of_step = None if step is None else step.place
+    if step is not None and of_step is not None and not step.is_own:
         return of_step
     known = [] if of_step is None else [of_step]
     if _ON_TENSORFLOW:
@@ -124,8 +124,8 @@ def tell(mover: Mover, updated: Sequence, before: Any, after: Any) -> None:
     for variable in variables_of(updated):
         mover.places[id(variable)] = variable
         now = keras_variables.reader()(variable)
-        lower = kernels.select(after < now, after, now)
-        new = kernels.select(now < before, lower, after)
+        lower = keras_variables.select(after < now, after, now)
+        new = keras_variables.select(now < before, lower, after)
         keras_variables.assign_new(variable, now, new)
 
 
@@ -167,4 +167,4 @@ def _of_variable(model: keras.Model) -> list:
         replicas.once_for_all(create)
     with replicas.one_replica([_places[model]]):
         place = keras_variables.reader()(_places[model])
-        return [kernels.select(place < _NOBODYS, place, 1.0)]
+        return [keras_variables.select(place < _NOBODYS, place, 1.0)]
