@@ -357,8 +357,12 @@ def keep_overflow_visible(gradients: Sequence) -> list[bool]:
     """
     if tracing.by_xla():
         return [True] * len(gradients)
-    sizes = [x.shape.num_elements() for x in gradients]
-    small = [size is None or size <= _SMALL for size in sizes]
+    if tracing.trace() == tracing.EAGER:
+        # Each operation takes as long as one of a small model.
+        small = [len(x.shape) < 2 for x in gradients]
+    else:
+        sizes = [x.shape.num_elements() for x in gradients]
+        small = [size is None or size <= _SMALL for size in sizes]
     return small if any(small) else [True] * len(gradients)
 
 
