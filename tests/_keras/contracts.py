@@ -51,9 +51,6 @@ SINCE = {
     "ops": (3, 16),
 }
 UNTIL = {"Trainer": (3, 15)}
-TRAINER = "keras.src.trainers.trainer." + (
-    "BaseTrainer" if KERAS >= SINCE["BaseTrainer"] else "Trainer"
-)
 
 # Keras 3.16 moved it one level deeper.
 CORE_OWNER = "keras.src.backend" + (".ops" if KERAS >= SINCE["ops"] else "")
@@ -103,12 +100,8 @@ FUNCTIONS = {
     },
     "keras.src.saving.serialization_lib": {"SafeModeScope": "safe_mode"},
     "keras.src.trainers.compile_utils": {"CompileLoss": "loss loss_weights"},
-    TRAINER: {
-        "_aggregate_additional_loss": "self loss",
-    },
     "keras.Model": {
         "_trackable_children": "self save_type **kwargs",
-        "_aggregate_additional_loss": "self loss",
         "_symbolic_build": "self iterator data_batch",
         "_maybe_symbolic_build": "self iterator data_batch",
     },

@@ -26,8 +26,8 @@ from tfmix.optimizers import master_weights, sixteen_bit_optimizer
 from tfmix.policy import policy as policies
 from tfmix.step import guard
 
-# Says what `compile` should. `None` says nothing.
-_advise: Callable[[keras.Model], None] | None = None
+# Says what `compile` should.
+_advise: Callable[[keras.Model], None]
 
 
 def advise_by(advise: Callable[[keras.Model], None]) -> None:
@@ -133,7 +133,7 @@ def _compile(
             "NaN in metrics and statistics, and is not counted. Compile with "
             "tfmix.LossScaleOptimizer(optimizer.inner_optimizer) instead."
         )
-    if _advise is not None and _needs_advice(model):
+    if _needs_advice(model):
         _advise(model)
 
 

@@ -31,25 +31,12 @@ from tfmix.policy import policy as policies
 from tfmix.policy.devices import devices
 from tfmix.step import guard
 
-
-class _Silence:
-    """Reports no skipped steps."""
-
-    def fit(
-        self, model: keras.Model, fit: Callable, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Calls a model's `fit`."""
-        return fit(*args, **kwargs)
-
-    def begin(self, model: keras.Model) -> None:
-        """Does nothing where a run begins."""
-
-
-_reports: Any = _Silence()
+# Reports why steps of a `fit` were skipped.
+_reports: Any
 
 
 def report_skips(by: Any) -> None:
-    """Sets what reports why steps were skipped, in place of `_Silence`."""
+    """Sets what reports why steps were skipped."""
     global _reports
     _reports = by
 
@@ -124,7 +111,7 @@ class _MixedModel:
         model = self._model
         wrappers: dict[str, replacing.Wrapper] = {
             "call": self._call,
-            "compile": functools.partial(training.compile_replaced, model),
+            "compile": self._compile,
             "fit": self._fit,
             "make_train_function": self._make_train_function,
             "train_step": self._train_step,
@@ -182,6 +169,12 @@ class _MixedModel:
         if not more.keys() <= self.wrappers.keys():
             self.wrappers |= more
             replacing.attach(self._model, replacing.RULES, self)
+
+    def _compile(self, original: Callable, *args: Any, **kwargs: Any) -> None:
+        # A model with a record outlasts `set_global_policy("float32")`.
+        replacing.want(replacing.COMPILE, True)
+        replaced = replacing.wrapped(self._model, "compile", replacing.RULES)
+        replaced(*args, **kwargs)
 
     def _fit(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         return _reports.fit(self._model, original, *args, **kwargs)

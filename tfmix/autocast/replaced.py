@@ -28,7 +28,6 @@ from tfmix._keras import (
     op_places,
     replacing,
     tapes,
-    training,
 )
 from tfmix._keras import variables as keras_variables
 from tfmix._keras.replacing import COMPILE, LAYERS, OPS
@@ -142,12 +141,6 @@ LIST = (
         "A loop would keep float32 sums of all its steps.",
         layers.LOOPS,
         _under_policy(ways.in_time_steps),
-    ),
-    Replaced(
-        OPS,
-        "Regularizers and added losses exceed float16.",
-        training.PENALTIES,
-        _under_policy(tensors.with_float32_arguments),
     ),
     Replaced(
         OPS,
