@@ -2,7 +2,6 @@
 
 import collections
 import math
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,15 +12,10 @@ from tfmix._keras import tracing
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
-
-    # `tfmix` replaces it in that module.
-    _where = tf.where
 else:
     import jax
     import jax.extend.core
     from jax.interpreters import ad, batching, mlir
-
-    _where = jax.numpy.where
 
 # A tensor with more numbers is large.
 _LARGE = 2**18
@@ -45,8 +39,7 @@ def bitcast(tensor: Any, dtype: str) -> Any:
     if keras.backend.backend() == "tensorflow":
         tensor = tf.convert_to_tensor(tensor)
         return tf.raw_ops.Bitcast(input=tensor, type=tf.as_dtype(dtype))
-    tensor = keras.ops.convert_to_tensor(tensor)
-    return jax.lax.bitcast_convert_type(tensor, dtype)
+    return jax.lax.bitcast_convert_type(jax.numpy.asarray(tensor), dtype)
 
 
 def product_in_float32(
@@ -75,34 +68,6 @@ def product_in_float32(
         precision_config=b"",
         preferred_element_type=tf.float32,
     )
-
-
-def is_known(value: Any) -> bool:
-    """Returns whether a value is known now, rather than a tensor."""
-    return isinstance(value, numbers.Number | np.generic | np.ndarray)
-
-
-def select(condition: Any, new: Any, old: Any) -> Any:
-    """Returns one of two values, by a bool or a boolean tensor.
-
-    Args:
-        condition: Where it is true, `new` is returned.
-        new: A number or a tensor.
-        old: The same. Both may be anything if the condition is known.
-    """
-    if is_known(condition):
-        return new if condition else old
-    if keras.backend.backend() == "tensorflow":
-        return _where(condition, new, old)
-    if not condition.shape and _is_alike(new, old):
-        # `where` compiles a program of its own at each place, with broadcasts.
-        return jax.lax.select(condition, new, old)
-    return _where(condition, new, old)
-
-
-def _is_alike(*arrays: Any) -> bool:
-    one, other = ((np.shape(x), getattr(x, "dtype", None)) for x in arrays)
-    return one == other and None not in one
 
 
 def by_shape(
@@ -235,7 +200,7 @@ def _counted_together(*tensors: Any) -> Any:
 
 def _by_flags(*tensors: Any) -> Any:
     # Devices exchange a boolean for each.
-    return ~keras.ops.stack([_all_true(_is_finite(x)) for x in tensors])
+    return ~jax.numpy.stack([_all_true(_is_finite(x)) for x in tensors])
 
 
 def _flags_of(*tensors: Any) -> Any:
@@ -251,10 +216,8 @@ def _is_finite(tensor: Any) -> Any:
 
 
 def _all_true(flags: Any) -> Any:
-    """Returns whether all of a boolean tensor are true, as a scalar tensor."""
-    if keras.backend.backend() == "jax":
-        return jax.lax.reduce_and(flags, tuple(range(flags.ndim)))
-    return tf.reduce_all(flags)
+    """Returns whether all of a boolean array are true, as a scalar."""
+    return jax.lax.reduce_and(flags, tuple(range(flags.ndim)))
 
 
 VARIANTS: dict[str, Callable] = {

@@ -22,7 +22,7 @@ BACKEND_OPS = getattr(backend, "ops", backend)
 # The public ops prefer this order: `tanh` is in `numpy` and `nn`, and Keras
 # 3.12 has a second, unused `norm` in `math`.
 _THEMES = ("linalg", "numpy", "nn", "math", "image")
-_PUBLIC = (keras.ops, keras.ops.image, keras.activations)
+_PUBLIC = (keras.ops, keras.ops.image)
 # The functions of these modules call other ops of Keras.
 COMPOSED = frozenset(
     module.__name__
@@ -59,34 +59,33 @@ ATTENTION_METHODS: tuple[replacing.Place, ...] = tuple(
 )
 
 
-# The op that an operator computes, and whether its factors are in reverse.
-_OPERATORS = {
-    "__add__": ("add", False),
-    "__radd__": ("add", True),
-    "__sub__": ("subtract", False),
-    "__rsub__": ("subtract", True),
-    "__mul__": ("multiply", False),
-    "__rmul__": ("multiply", True),
-    "__truediv__": ("divide", False),
-    "__rtruediv__": ("divide", True),
-    "__floordiv__": ("floor_divide", False),
-    "__rfloordiv__": ("floor_divide", True),
-    "__mod__": ("mod", False),
-    "__rmod__": ("mod", True),
-    "__pow__": ("power", False),
-    "__rpow__": ("power", True),
-    "__matmul__": ("matmul", False),
-    "__rmatmul__": ("matmul", True),
-    "__neg__": ("negative", False),
-    "__abs__": ("abs", False),
-    "__getitem__": ("get_item", False),
-    "__lt__": ("less", False),
-    "__le__": ("less_equal", False),
-    "__gt__": ("greater", False),
-    "__ge__": ("greater_equal", False),
-    "__eq__": ("equal", False),
-    "__ne__": ("not_equal", False),
+# The ops that operators compute. Those of two factors also exist in reverse.
+_OF_TWO = {
+    "add": "add",
+    "sub": "subtract",
+    "mul": "multiply",
+    "truediv": "divide",
+    "floordiv": "floor_divide",
+    "mod": "mod",
+    "pow": "power",
+    "matmul": "matmul",
 }
+_OTHERS = {
+    "neg": "negative",
+    "abs": "abs",
+    "getitem": "get_item",
+    "lt": "less",
+    "le": "less_equal",
+    "gt": "greater",
+    "ge": "greater_equal",
+    "eq": "equal",
+    "ne": "not_equal",
+}
+# The method of each operator, its op, and whether its factors are in reverse.
+_OPERATORS = [
+    *((f"__{name}__", op, False) for name, op in (_OF_TWO | _OTHERS).items()),
+    *((f"__r{name}__", op, True) for name, op in _OF_TWO.items()),
+]
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
@@ -125,16 +124,16 @@ else:
 # computes and whether its factors are in reverse.
 OPERATORS: dict[replacing.Place, tuple[str, bool]] = {
     **{
-        (tensor, name): op
+        (tensor, name): (op, is_reversed)
         for tensor in _TENSORS
-        for name, op in _OPERATORS.items()
+        for name, op, is_reversed in _OPERATORS
     },
     **{place: (name, False) for place, name in _FUNCTIONS.items()},
 }
 
 
 def is_op(name: str) -> bool:
-    """Returns whether a rule can have this name of an op or activation."""
+    """Returns whether a rule can have this name."""
     public = any(hasattr(module, name) for module in _PUBLIC)
     return public and name not in CONVERSIONS and bool(targets(name))
 
@@ -160,7 +159,7 @@ def targets(name: str) -> tuple[replacing.Place, ...]:
     for _, module in _modules(ops):
         if _defines(module, f"_{name}"):
             return ((module, f"_{name}"),)
-    return _activation_class(name)
+    return ()
 
 
 def copy_module(module: types.ModuleType, make: Callable) -> types.ModuleType:
@@ -222,12 +221,3 @@ def _modules(package: types.ModuleType) -> list[tuple[str, types.ModuleType]]:
             "which `float32_ops` needs; without them, pass `float32_ops=[]`"
         )
     return modules
-
-
-def _activation_class(name: str) -> tuple[replacing.Place, ...]:
-    """Finds activations that do their own arithmetic, such as mish."""
-    for label, value in vars(activations).items():
-        same = label.lower() == name.replace("_", "")
-        if same and inspect.isclass(value) and "static_call" in vars(value):
-            return ((value, "static_call"),)
-    return ()

@@ -6,6 +6,7 @@ slots by `_unique_id`.
 
 import contextlib
 import functools
+import numbers
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -19,7 +20,6 @@ from keras.src.backend.common import variables as backend_variables
 from tfmix import _formats
 from tfmix._keras import (
     global_state,
-    kernels,
     optimizers,
     replacing,
     version,
@@ -27,8 +27,13 @@ from tfmix._keras import (
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
+
+    # `tfmix` replaces it in that module.
+    _where = tf.where
 else:
     import jax
+
+    _where = jax.numpy.where
 
 Variables = Sequence[keras.Variable]
 # It casts each variable that a layer reads.
@@ -131,6 +136,34 @@ def local(variable: Any) -> Any:
     return variable._get() if distributed else variable
 
 
+def is_known(value: Any) -> bool:
+    """Returns whether a value is known now, rather than a tensor."""
+    return isinstance(value, numbers.Number | np.generic | np.ndarray)
+
+
+def select(condition: Any, new: Any, old: Any) -> Any:
+    """Returns one of two values, by a bool or a boolean tensor.
+
+    Args:
+        condition: Where it is true, `new` is returned.
+        new: A number or a tensor.
+        old: The same. Both may be anything if the condition is known.
+    """
+    if is_known(condition):
+        return new if condition else old
+    if keras.backend.backend() == "tensorflow":
+        return _where(condition, new, old)
+    if not condition.shape and _is_alike(new, old):
+        # `where` compiles a program of its own at each place, with broadcasts.
+        return jax.lax.select(condition, new, old)
+    return _where(condition, new, old)
+
+
+def _is_alike(*arrays: Any) -> bool:
+    one, other = ((np.shape(x), getattr(x, "dtype", None)) for x in arrays)
+    return one == other and None not in one
+
+
 @contextlib.contextmanager
 def selecting(condition: Any, variables: Sequence) -> Iterator[None]:
     """Makes assignments to variables depend on a condition (XLA, JAX).
@@ -158,7 +191,7 @@ def selecting(condition: Any, variables: Sequence) -> Iterator[None]:
     for variable, old in before:
         is_done = id(backend_variable(variable)) in complete
         if not is_done and may_differ(variable, old):
-            variable.assign(kernels.select(condition, read(variable), old))
+            variable.assign(select(condition, read(variable), old))
 
 
 class _Selecting(keras.StatelessScope):
@@ -180,7 +213,7 @@ class _Selecting(keras.StatelessScope):
         variable, new = update
         old = read(variable)
         if id(variable) in self.chosen and new is not old:
-            new = kernels.select(self.condition, new, old)
+            new = select(self.condition, new, old)
         super().add_update((variable, new))
 
 
@@ -219,7 +252,7 @@ class _Selection:
         old = self.variable.value()
         new = operation(old, tf.convert_to_tensor(value, old.dtype))
         self.writes += 1
-        new = kernels.select(self.condition, new, old)
+        new = select(self.condition, new, old)
         return self.original(new, *args, **settings)
 
 
@@ -385,10 +418,12 @@ class Float32View(keras.Variable):
 
 
 @functools.cache
-def is_variable_type(kind: Any) -> bool:
-    """Returns whether a type is one of Keras's variables."""
-    # These are tensors of TensorFlow, whose check takes long.
-    return issubclass(kind, keras.Variable)
+def derives(kind: Any, other: Any) -> bool:
+    """Returns whether a type derives from another one.
+
+    TensorFlow's tensors and variables take long to check.
+    """
+    return issubclass(kind, other)
 
 
 def backend_variable(variable: Any) -> Any:
@@ -398,7 +433,7 @@ def backend_variable(variable: Any) -> Any:
     unchanged.
     """
     kind: Any = type(variable)
-    if not is_variable_type(kind):
+    if not derives(kind, keras.Variable):
         return variable
     scope = stateless_scope.get_stateless_scope()
     if scope is not None:
@@ -425,11 +460,15 @@ def read(variable: Any) -> Any:
 
 def read_by_layer(variable: keras.Variable) -> Any:
     """Returns what a layer reads, which may be a 16-bit copy, as a tensor."""
-    return _snapshot(variable.value)
+    value = variable.value
+    kind: Any = type(value)
+    is_tensor = keras.backend.backend() == "jax" or derives(kind, tf.Tensor)
+    return value if is_tensor else _snapshot(value)
 
 
 def _snapshot(value: Any) -> Any:
-    if keras.backend.backend() != "tensorflow" or isinstance(value, tf.Tensor):
+    kind: Any = type(value)
+    if keras.backend.backend() == "jax" or derives(kind, tf.Tensor):
         return value
     if isinstance(value, Float32View):
         return value.load()
@@ -467,7 +506,7 @@ def reader() -> Callable[[keras.Variable], Any]:
 
 def assign_new(variable: Any, old: Any, new: Any) -> None:
     """Assigns a value, unless it is known to be the old one."""
-    if not (kernels.is_known(new) and np.array_equal(old, new)):
+    if not (is_known(new) and np.array_equal(old, new)):
         variable.assign(new)
 
 

@@ -122,7 +122,9 @@ class _Fallback:
         outputs = self._run(original, args, kwargs, is_new)
         self._proven.add(mode)
         if self._returns_16_bit():
-            outputs = tensors.map_leaves(outputs, self._rounded)
+            outputs = tensors.to_16_bit_with_notes(
+                outputs, self._layer.compute_dtype
+            )
         if to_float32_code:
             return tensors.map_leaves(outputs, tensors.to_float32_with_notes)
         return outputs
@@ -182,9 +184,6 @@ class _Fallback:
             return False
         is_keras = layers.takes_casts(layer)
         return layer.autocast and (is_keras or _is_cell(layer))
-
-    def _rounded(self, value: Any) -> Any:
-        return tensors.to_16_bit_with_notes(value, self._layer.compute_dtype)
 
     def _in_float32(self, original: Callable, args: Any, kwargs: Any) -> Any:
         args, kwargs = tensors.map_leaves((args, kwargs), _as_float32_input)

@@ -34,14 +34,13 @@ from tfmix._keras.replacing import COMPILE, LAYERS, OPS
 from tfmix.autocast import bare_optimizers, fallback, global_policy
 from tfmix.autocast import compile as compiling
 from tfmix.ops import (
-    apply,
     attention,
     recomputation,
     stand_ins,
     tensors,
     ways,
 )
-from tfmix.optimizers import sixteen_bit_optimizer
+from tfmix.optimizers import wrapper
 from tfmix.policy import policy as policies
 
 
@@ -126,7 +125,7 @@ LIST = (
         OPS,
         "A variable's 16-bit copy knows its float32 source.",
         [keras_variables.AUTOCAST],
-        apply.noting_weights,
+        tensors.noting_weights,
     ),
     Replaced(
         OPS,
@@ -147,7 +146,7 @@ LIST = (
         "A step whose gradients are not finite is skipped.",
         lambda: [
             *replacing.definers(keras.optimizers.Optimizer, "apply"),
-            (sixteen_bit_optimizer.SixteenBitOptimizer, "apply"),
+            (wrapper.OptimizerWrapper, "apply"),
         ],
         _under_policy(bare_optimizers.make_apply),
     ),

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import keras
 from keras import ops
 
-from tfmix._keras import context_values, kernels
+from tfmix._keras import context_values
 from tfmix._keras import variables as keras_variables
 from tfmix.step import guard, replicas
 
@@ -124,8 +124,8 @@ def tell(mover: Mover, updated: Sequence, before: Any, after: Any) -> None:
     for variable in variables_of(updated):
         mover.places[id(variable)] = variable
         now = keras_variables.reader()(variable)
-        lower = kernels.select(after < now, after, now)
-        new = kernels.select(now < before, lower, after)
+        lower = keras_variables.select(after < now, after, now)
+        new = keras_variables.select(now < before, lower, after)
         keras_variables.assign_new(variable, now, new)
 
 
@@ -167,4 +167,4 @@ def _of_variable(model: keras.Model) -> list:
         replicas.once_for_all(create)
     with replicas.one_replica([_places[model]]):
         place = keras_variables.reader()(_places[model])
-        return [kernels.select(place < _NOBODYS, place, 1.0)]
+        return [keras_variables.select(place < _NOBODYS, place, 1.0)]

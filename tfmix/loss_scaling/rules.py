@@ -10,7 +10,7 @@ import numpy as np
 from keras import ops
 
 from tfmix import _arguments
-from tfmix._keras import kernels
+from tfmix._keras import variables as keras_variables
 
 
 class LossScaleState(NamedTuple):
@@ -39,8 +39,8 @@ class LossScale(abc.ABC):
     - `update(state, finite)` returns the next state and changes nothing else.
       It has to work on tensors inside a compiled step (`keras.ops.where`
       instead of `if`).
-    - `current(state)` is finite and positive for any state, and never below
-      `lowest_scale` (0.0; from 1 on, XLA's check is cheaper).
+    - `current(state)` is positive and at most 2**126 for any state, and never
+      below `lowest_scale` (0.0; from 1 on, XLA's check is cheaper).
 
     Examples:
         >>> class Halving(LossScale):
@@ -56,16 +56,12 @@ class LossScale(abc.ABC):
 
     @property
     def lowest_scale(self) -> float:
-        """A lower bound of the scale."""
-        return 0.0
+        """A lower bound of the scale.
 
-    @property
-    def may_enlarge(self) -> bool:
-        """Whether dividing by the scale may produce infinity.
-
-        If not, gradients can be checked before they are divided.
+        Dividing by one from 1 on makes no number infinite, so gradients can be
+        checked before they are divided.
         """
-        return self.lowest_scale < 1.0
+        return 0.0
 
     @abc.abstractmethod
     def init(self) -> Any:
@@ -83,14 +79,16 @@ class LossScale(abc.ABC):
     def current(self, state: Any) -> Any:
         """Returns the loss scale to use now, a positive finite scalar.
 
-        If the stored value is unusable (0, negative, inf or NaN, as from the
-        checkpoint of a failed run), it is the initial one.
+        If the stored value is unusable (0, negative, above 2**126 or NaN, as
+        from the checkpoint of a failed run), it is the initial one.
         """
         stored = state.scale
         initial = _constant_like(self.init()[0], stored)
         # Any comparison with NaN is false.
-        positive = kernels.select(stored > 0, stored, initial)
-        return kernels.select(positive < math.inf, positive, initial)
+        positive = keras_variables.select(stored > 0, stored, initial)
+        return keras_variables.select(
+            positive <= _arguments.HIGHEST, positive, initial
+        )
 
     def get_config(self) -> dict:
         """Returns the settings as keyword arguments of the constructor."""
@@ -202,11 +200,13 @@ class DynamicLossScale(LossScale):
         stored = state.scale
         initial = _constant_like(np.float32(self.initial_scale), stored)
         # NaN is the only value that does not equal itself.
-        return self._bounded(kernels.select(stored == stored, stored, initial))
+        return self._bounded(
+            keras_variables.select(stored == stored, stored, initial)
+        )
 
     def update(self, state: Any, finite: Any) -> LossScaleState:
         """Returns the state after a step; see the class for the rule."""
-        select = kernels.select
+        select = keras_variables.select
         scale = self.current(state)
         good_steps = state.good_steps + 1
         overflows = state.overflows + 1
@@ -222,7 +222,7 @@ class DynamicLossScale(LossScale):
         )
 
     def _bounded(self, scale: Any) -> Any:
-        if kernels.is_known(scale):
+        if keras_variables.is_known(scale):
             return np.float32(min(max(scale, self.min_scale), self.max_scale))
         return ops.clip(scale, self.min_scale, self.max_scale)
 
@@ -300,7 +300,11 @@ def _store(loss_scale: LossScale, name: str, value: float | int) -> None:
 
 def _constant_like(number: np.float32, like: Any) -> Any:
     """Returns the number in the form of `like`: a number or a tensor."""
-    return number if kernels.is_known(like) else ops.convert_to_tensor(number)
+    return (
+        number
+        if keras_variables.is_known(like)
+        else ops.convert_to_tensor(number)
+    )
 
 
 def from_arguments(
@@ -312,6 +316,8 @@ def from_arguments(
         given["growth_steps"] = _arguments.count(
             "dynamic_growth_steps", dynamic_growth_steps
         )
+    if isinstance(loss_scale, dict):
+        loss_scale = keras.saving.deserialize_keras_object(loss_scale)
     if isinstance(loss_scale, str) and loss_scale == "dynamic":
         return DynamicLossScale(**given)
     if given:

@@ -13,9 +13,10 @@ computed in float32 and stays a weight, whose gradient is float32. A number that
 
 import functools
 import inspect
+import itertools
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import keras
@@ -24,7 +25,6 @@ import numpy as np
 from tfmix import _formats
 from tfmix._keras import (
     context_values,
-    global_state,
     op_places,
     tapes,
     tracing,
@@ -49,6 +49,7 @@ _NUMBERS = (int, float, np.integer, np.floating)
 # A union of types is made anew wherever it is written.
 _NESTS, _ARRAYS = (list, tuple, dict), (np.generic, np.ndarray)
 _PLAIN = frozenset((str, bool, type(None), type(...), slice))
+_SETTINGS = frozenset((*_PLAIN, int, float))
 _ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 _block = context_values.block.get
 # A variable carries this: the function that multiplies by it.
@@ -129,7 +130,6 @@ class Call:
         is_sparse: Whether there is a sparse tensor.
         numbers: The numbers among the arguments.
         multiply: What a variable's products are computed by, if that is chosen.
-        read: The values of variables, by their `id`s.
         axes: The axes of a product of two matrices, if they were asked for.
         wide: The other float tensors.
     """
@@ -143,13 +143,10 @@ class Call:
 
     def look(self) -> None:
         """Reads the variables, and finds tensors, their notes, and numbers."""
-        self.dtype, self.weights, self.inputs = "", 0, 0
-        self.has_wide = self.is_sparse = False
+        self.dtype, self.has_wide, self.is_sparse = "", False, False
         self.tensors: list[Any] = []
-        self.copies: list[tensors.Copy | None] = []
         self.numbers: list[Any] = []
         self.wide: list[Any] = []
-        self.read: dict[int, Any] = {}
         self.axes: contraction.Contraction | None = None
         self.multiply: Multiply | None = None
         self.args = tuple([self._see(value, True) for value in self.args])
@@ -160,12 +157,13 @@ class Call:
             }
         if not self.dtype:
             return
-        for value in self.wide:
-            copy = tensors.note(value)
-            if copy is None:
-                self.has_wide = True
-            else:
-                self._note(value, copy)
+        notes = [*map(tensors.note, self.wide)]
+        self.has_wide = self.has_wide or None in notes
+        self.tensors += itertools.compress(self.wide, notes)
+        self.copies = [*map(tensors.note, self.tensors)]
+        found: list[tensors.Copy] = [*filter(None, self.copies)]
+        self.weights = sum([copy.is_weight for copy in found])
+        self.inputs = len(found) - self.weights
 
     def _see(self, value: Any, is_argument: bool = False) -> Any:
         """Notes what an argument is; returns it, or a variable's value."""
@@ -177,46 +175,30 @@ class Call:
         if kind in _PLAIN:
             return value
         if isinstance(value, _NESTS):
-            for one in value.values() if isinstance(value, dict) else value:
-                self._see(one)
-            if not self.read:
+            # Most of them are shapes and axes.
+            if isinstance(value, list | tuple) and _is_setting(value):
                 return value
-            return tensors.with_leaves(value, self.read)
-        if keras_variables.is_variable_type(kind):
+            return tensors.map_leaves(value, self._see)
+        if keras_variables.derives(kind, keras.Variable):
             # A layer's variables of other dtypes are handed on as they came.
             dtype = str(value.dtype)
             if dtype in _formats.SIXTEEN_BIT:
-                name = id(value)
-                if name not in self.read:
-                    self.read[name] = keras_variables.read_by_layer(value)
-                    self.multiply = getattr(value, CHOSEN, self.multiply)
-                value = self.read[name]
+                self.multiply = getattr(value, CHOSEN, self.multiply)
+                value = keras_variables.read_by_layer(value)
         else:
             own = getattr(value, "dtype", None)
             dtype = "" if own is None else tensors.known_dtype(kind, own)
         if isinstance(value, _ARRAYS) and _is_number(value):
             if is_argument:
                 self.numbers.append(value)
-            return value
-        if dtype:
-            self._count(value, dtype)
-        return value
-
-    def _count(self, value: Any, dtype: str) -> None:
-        if dtype not in _formats.SIXTEEN_BIT:
-            self.wide.append(value)
+        elif dtype in _formats.SIXTEEN_BIT:
+            self.has_wide = self.has_wide or self.dtype not in ("", dtype)
+            self.dtype = dtype
+            self.tensors.append(value)
+        elif dtype:
             self.is_sparse = self.is_sparse or dtype == "sparse"
-            return
-        self.has_wide = self.has_wide or self.dtype not in ("", dtype)
-        self.dtype = dtype
-        self._note(value, tensors.note(value))
-
-    def _note(self, value: Any, copy: tensors.Copy | None) -> None:
-        self.tensors.append(value)
-        self.copies.append(copy)
-        if copy is not None:
-            self.weights += copy.is_weight
-            self.inputs += not copy.is_weight
+            self.wide.append(value)
+        return value
 
     def plain(self) -> Any:
         """Computes in the dtypes of the arguments."""
@@ -253,21 +235,16 @@ class Call:
         )
 
     def of_two(self, first: Any, second: Any) -> Callable:
-        """Returns the op as a function of two of its arguments.
-
-        A gradient holds the function, which therefore holds neither of them.
-        """
-        run, names, count = self.op.run, list(self.kwargs), len(self.args)
-        every: list[Any] = [*self.args, *self.kwargs.values()]
-        places = [_index(every, first), _index(every, second)]
-        every = [None if n in places else x for n, x in enumerate(every)]
+        """Returns the op as a function of two of its arguments."""
+        run, arguments = self.op.run, (self.args, self.kwargs)
 
         def function(*factors: Any) -> Any:
-            given = every.copy()
-            for place, factor in zip(places, factors, strict=True):
-                given[place] = factor
-            kwargs = dict(zip(names, given[count:], strict=True))
-            return run(tuple(given[:count]), kwargs)
+            def other(value: Any) -> Any:
+                if value is first:
+                    return factors[0]
+                return factors[1] if value is second else value
+
+            return run(*keras.tree.map_structure(other, arguments))
 
         return function
 
@@ -279,8 +256,8 @@ class Call:
         return 0 if first is not None and first.is_weight else 1
 
 
-def _index(values: list, one: Any) -> int:
-    return next(n for n, value in enumerate(values) if value is one)
+def _is_setting(values: Iterable) -> bool:
+    return _SETTINGS.issuperset(map(type, values))
 
 
 def _is_number(value: Any) -> bool:
@@ -308,6 +285,8 @@ def by_rules(
             are computed by `apply`.
         is_reversed: Whether the function takes its second factor first.
     """
+    if name in op_lists.EXACT:
+        return original
     op = Function(original, name, is_reversed)
     way = ways.get(name, apply)
 
@@ -324,29 +303,6 @@ def by_rules(
         return way(Call(op, args, kwargs, name in names))
 
     return computed
-
-
-def noting_weights(original: Callable) -> Callable:
-    """Returns what casts a variable for a layer that reads it.
-
-    The 16-bit copy knows the float32 tensor that the variable is read as.
-    """
-
-    @functools.wraps(original)
-    def maybe_cast(self: Any, value: Any) -> Any:
-        kind: Any = type(value)
-        if (
-            self.dtype not in _formats.SIXTEEN_BIT
-            or tensors.known_dtype(kind, value.dtype) != "float32"
-            # Copies of symbols get no notes, so that ops leave them to Keras.
-            or global_state.on_shapes_only()
-        ):
-            return original(self, value)
-        # The variable is read once, as the tensor that is then copied.
-        weight = value.value() if hasattr(value, "read_value") else value
-        return tensors.weight_copy(weight, tensors.cast(weight, self.dtype))
-
-    return maybe_cast
 
 
 def apply(call: Call) -> Any:
@@ -372,7 +328,8 @@ def decide(call: Call) -> Any:
     if call.is_ruled or _is_wide(call):
         return _in_float32(call)
     if name in op_lists.NARROW:
-        return _product(call)
+        # What is float32 beside it is multiplied in 16 bit, too.
+        return with_weights(call)
     if call.has_wide:
         return call.in_float32()
     if name in op_lists.OF_ANGLES:
@@ -480,13 +437,6 @@ def _of_weights(call: Call) -> Any:
     return tensors.map_leaves(call.in_float32(), noted)
 
 
-def _product(call: Call) -> Any:
-    """Multiplies in 16 bit, what is float32 beside it included."""
-    if call.wide:
-        _narrow(call)
-    return with_weights(call) if call.weights else call.plain()
-
-
 def _narrow(call: Call) -> None:
     """Gives a call 16-bit copies of what is float32."""
 
@@ -507,14 +457,17 @@ def with_weights(call: Call) -> Any:
     if call.wide:
         _narrow(call)
     name, place = call.op.name, call.weight_at()
-    if name in op_lists.JOINS:
+    if not call.weights or name in op_lists.JOINS:
         return call.plain()
     axes = call.axes or _axes(call)
     is_filter = name in op_lists.CONVOLUTIONS and place == 1
     is_known = is_filter or axes or name in ("add", "subtract", "multiply")
     if place is None or not is_known or _block().in_map:
         return rounded(call)
-    is_asked = tapes.may_be_asked()
+    # JAX forms gradients by tracers only.
+    is_asked = tapes.may_be_asked() and (
+        _ON_TENSORFLOW or any(map(tracing.is_symbolic, call.tensors))
+    )
     if call.multiply is None and not is_asked:
         return call.plain()
     copy, inputs = call.tensors[place], call.tensors[1 - place]

@@ -196,6 +196,7 @@ def _varying_axes(value: Any) -> frozenset[str]:
 # too, in the dtype of its factor. Those of `dot_general` get the dtype of the
 # result and are cast.
 _product = jax.extend.core.Primitive("tfmix_product")
+_HOW = "axes", "narrow", "dtype"
 
 
 def _multiply(
@@ -212,19 +213,23 @@ def _multiply(
 
 
 def _computed(
-    a: Any,
-    b: Any,
-    *,
-    axes: Contraction,
-    narrow: Any,
-    dtype: Any,
-    widen: bool = False,
+    a: Any, b: Any, *, axes: Contraction, narrow: Any, dtype: Any
 ) -> Any:
-    """Computes the product; `widen` is for devices that lack it."""
-    a, b = a.astype(narrow), b.astype(narrow)
-    if widen:
-        a, b = a.astype(dtype), b.astype(dtype)
-    return lax.dot_general(a, b, axes.positions, preferred_element_type=dtype)
+    def product(wide: Any, a: Any, b: Any) -> Any:
+        return lax.dot_general(
+            a.astype(wide),
+            b.astype(wide),
+            axes.positions,
+            preferred_element_type=dtype,
+        )
+
+    # A CPU has no product of bfloat16 that returns float32 in all shapes.
+    return lax.platform_dependent(
+        a.astype(narrow),
+        b.astype(narrow),
+        cpu=functools.partial(product, dtype),
+        default=functools.partial(product, narrow),
+    )
 
 
 def _abstract(
@@ -267,27 +272,10 @@ def _batched(
     return _multiply(values[0], values[1], more, narrow, dtype), 0
 
 
-def _lowering(widen: bool) -> Any:
-    computed = functools.partial(_computed, widen=widen)
-    return mlir.lower_fun(computed, multiple_results=False)
-
-
-@functools.partial(jax.jit, static_argnames=("axes", "narrow", "dtype"))
-def _by_platform(a: Any, b: Any, **how: Any) -> Any:
-    return _product.bind(a, b, **how)
-
-
-@_product.def_impl
-def _run(a: Any, b: Any, **how: Any) -> Any:
-    if jax.config.jax_disable_jit:
-        # Without a compiler, the product would run itself for ever.
-        return _computed(a, b, **how, widen=True)
-    return _by_platform(a, b, **how)
-
-
+_product.def_impl(jax.jit(_computed, static_argnames=_HOW))
 _product.def_abstract_eval(_abstract)
 ad.defbilinear(_product, _of_first, _of_second)
 batching.primitive_batchers[_product] = _batched
-mlir.register_lowering(_product, _lowering(widen=False))
-# A CPU has no product of bfloat16 that returns float32 in all shapes.
-mlir.register_lowering(_product, _lowering(widen=True), platform="cpu")
+mlir.register_lowering(
+    _product, mlir.lower_fun(_computed, multiple_results=False)
+)

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -25,8 +24,8 @@ from tfmix.policy import policy as policies
 _OPS = {*op_lists.NARROW, *op_lists.DEFAULT_FLOAT32_OPS, *ways.WAYS}
 
 _lock = threading.RLock()
-# Rules of running blocks, counted over all threads.
-_running: Counter[frozenset[str]] = Counter()
+# The number of running blocks, over all threads.
+_running = 0
 # The rules whose names are replaced now.
 _replaced: frozenset[str] = frozenset()
 
@@ -37,10 +36,11 @@ def install(wanted: Iterable[str]) -> None:
     Functions traced earlier (`tf.function`, `jax.jit`, a model's compiled
     `train_step`) keep the rules they were traced under.
     """
+    rules = frozenset(wanted)
     with _lock:
-        context_values.installed.rules = frozenset(wanted)
-        running = [names for names, blocks in _running.items() if blocks]
-        _replace(context_values.installed.rules.union(*running))
+        context_values.installed.rules = rules
+        # Running blocks keep what they need.
+        _replace(rules | _replaced if _running else rules)
 
 
 def installed() -> frozenset[str]:
@@ -70,14 +70,15 @@ def _replacing(wanted: frozenset[str]) -> Iterator[None]:
     A model with a policy runs each call in a block, and would otherwise replace
     and restore them each time.
     """
+    global _running
     with _lock:
-        _running[wanted] += 1
+        _running += 1
         _replace(_replaced | wanted)
     try:
         yield
     finally:
         with _lock:
-            _running[wanted] -= 1
+            _running -= 1
 
 
 def block_as_now() -> Callable[[], contextlib.AbstractContextManager]:
@@ -123,8 +124,6 @@ def _of_op(original: Any, name: str, is_reversed: bool = False) -> Any:
             make = replacing.lazily(logits.recovering)
             setattr(copy, name, make(getattr(copy, name)))
         return copy
-    if isinstance(original, staticmethod):
-        return staticmethod(_by_rules(original.__func__, name))
     return _by_rules(original, name, is_reversed=is_reversed)
 
 

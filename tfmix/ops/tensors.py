@@ -10,7 +10,7 @@ import copy
 import functools
 import numbers
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
@@ -95,7 +95,8 @@ def cast(tensor: Any, dtype: str) -> Any:
     """Casts a tensor by the backend's own function, replaced or not."""
     if not _ON_TENSORFLOW:
         return jax.numpy.asarray(tensor, dtype)
-    if isinstance(tensor, tf.Tensor):
+    kind: Any = type(tensor)
+    if keras_variables.derives(kind, tf.Tensor):
         # `tf.cast` takes twice as long in eager mode.
         wanted = tf.as_dtype(dtype)
         is_same = tensor.dtype == wanted
@@ -185,6 +186,29 @@ def weight_of(tensor: Any) -> Any:
     return tensor if noted.source is None else noted.source
 
 
+def noting_weights(original: Callable) -> Callable:
+    """Returns what casts a variable for a layer that reads it.
+
+    The 16-bit copy knows the float32 tensor that the variable is read as.
+    """
+
+    @functools.wraps(original)
+    def maybe_cast(self: Any, value: Any) -> Any:
+        kind: Any = type(value)
+        if (
+            self.dtype not in _formats.SIXTEEN_BIT
+            or known_dtype(kind, value.dtype) != "float32"
+            # Copies of symbols get no notes, so that ops leave them to Keras.
+            or global_state.on_shapes_only()
+        ):
+            return original(self, value)
+        # The variable is read once, as the tensor that is then copied.
+        weight = value.value() if hasattr(value, "read_value") else value
+        return weight_copy(weight, cast(weight, self.dtype))
+
+    return maybe_cast
+
+
 def watching(original: Callable) -> Callable:
     """Returns the method by which a tape watches a tensor.
 
@@ -215,12 +239,16 @@ def to_float32_with_notes(value: Any) -> Any:
     return result
 
 
-def to_16_bit_with_notes(value: Any, dtype: str) -> Any:
-    """Casts a float32 tensor to 16 bit and keeps its mask and its logits."""
-    result = narrow(value, dtype)
-    if result is not value:
-        copy_notes(value, result)
-    return result
+def to_16_bit_with_notes(nest: Any, dtype: str) -> Any:
+    """Casts float32 tensors to 16 bit and keeps their masks and logits."""
+
+    def cast_leaf(value: Any) -> Any:
+        result = narrow(value, dtype)
+        if result is not value:
+            copy_notes(value, result)
+        return result
+
+    return map_leaves(nest, cast_leaf)
 
 
 def note_cast(source: Any, converted: Any, tensor: Any) -> None:
@@ -231,12 +259,8 @@ def note_cast(source: Any, converted: Any, tensor: Any) -> None:
 
 def before_cast(x: Any) -> Any:
     """Returns a tensor as it was before a layer cast it, else the tensor."""
-    noted = None
-    if keras.ops.is_tensor(x) or isinstance(x, keras.KerasTensor):
-        noted = note(x)
-    if noted is None or noted.is_weight:
-        return x
-    return noted.source
+    noted = note(x)
+    return x if noted is None or noted.is_weight else noted.source
 
 
 def map_leaves(nest: Any, function: Callable[[Any], Any]) -> Any:
@@ -262,8 +286,3 @@ def map_leaves(nest: Any, function: Callable[[Any], Any]) -> Any:
     for key, value in zip(keys, mapped, strict=True):
         other[key] = value
     return other
-
-
-def with_leaves(nest: Any, others: Mapping[int, Any]) -> Any:
-    """Returns a nest with other leaves in place of some, by the `id`s."""
-    return map_leaves(nest, lambda leaf: others.get(id(leaf), leaf))

@@ -102,15 +102,21 @@ MOVES = frozenset(
         *("moveaxis", "flip"),
     )
 )
+# They return no numbers that a format rounds, so they stay Keras's own.
+EXACT = frozenset(
+    (
+        *("zeros", "ones", "zeros_like", "ones_like", "eye", "one_hot"),
+        *("any", "all", "logical_and", "logical_not", "logical_or"),
+        *("isfinite", "isinf", "isnan", "argmax", "argmin", "argsort"),
+    )
+)
 # 16 bit rounds a large angle by more than a turn. So these take what code of a
 # user has cast to 16 bit.
 OF_ANGLES = frozenset(("cos", "sin", "tan"))
 
 
-def default_float32_ops(
-    *, add: Iterable[str] = (), remove: Iterable[str] = ()
-) -> list[str]:
-    """Returns the default op rules, extended or shortened, as a fresh list.
+def default_float32_ops(*, add: Iterable[str] = ()) -> list[str]:
+    """Returns the default op rules, extended, as a fresh list.
 
     Use it to write a policy's own list:
     `Policy(name, float32_ops=Policy.default_float32_ops(add=["cos"]))`. An op
@@ -118,30 +124,24 @@ def default_float32_ops(
 
     Args:
         add: Names to append. Defaults to none.
-        remove: Names to leave out. Defaults to none.
 
     Returns:
         A list of op names; changing it changes nothing else.
 
     Raises:
-        ValueError: If a name in `add` is unknown or on the list already, or
-            a name in `remove` is not on the list.
+        ValueError: If a name in `add` is unknown.
 
     Examples:
         >>> "softmax" in default_float32_ops()
         True
-        >>> "sum" in default_float32_ops(remove=["sum"])
-        False
     """
-    allowed = "ops of the default list"
-    kept = float32_layers.without(DEFAULT_FLOAT32_OPS, remove, allowed)
-    return list(resolve([*kept, *add]))
+    return list(resolve([*DEFAULT_FLOAT32_OPS, *add]))
 
 
 def resolve(names: Iterable[str]) -> tuple[str, ...]:
     """Checks a list of op names and returns it as a tuple."""
     example = "['softmax', 'sum']"
-    return float32_layers.distinct("float32_ops", names, _check, example)
+    return float32_layers.checked("float32_ops", names, _check, example)
 
 
 def _check(name: object) -> None:
@@ -154,7 +154,7 @@ def _check(name: object) -> None:
     # written on a newer version loads on an older one.
     if name not in DEFAULT_FLOAT32_OPS and not op_places.is_op(name):
         raise ValueError(
-            "`float32_ops` must name functions of `keras.ops` or "
-            f"`keras.activations` that take tensors. Received: {name!r}."
+            "`float32_ops` must name functions of `keras.ops` that take "
+            f"tensors. Received: {name!r}."
             f"{_arguments.did_you_mean(name, op_places.op_names())}"
         )
