@@ -105,7 +105,6 @@ NOT_PRIVATE = {
     "_exit": "Python's",
     "_*": "part of a name that tfmix gives",
     "_loss_scale_*": "the same",
-    "_no_decay": "the same",
 }
 
 
