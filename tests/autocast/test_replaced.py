@@ -19,7 +19,7 @@ from tests.tree import ROOT
 from tfmix._keras import global_state, op_places, replacing, version
 from tfmix.autocast import global_policy, replaced
 from tfmix.ops import stand_ins
-from tfmix.optimizers import sixteen_bit_optimizer
+from tfmix.optimizers import wrapper
 from tfmix.policy import policy as policies
 
 
@@ -30,8 +30,7 @@ class Comparison:
     """
 
     def __init__(self):
-        wrapper = sixteen_bit_optimizer.SixteenBitOptimizer
-        self._owners = replaced_names.owners(wrapper)
+        self._owners = replaced_names.owners(wrapper.OptimizerWrapper)
         self._before = replaced_names.snapshot(self._owners)
 
     def changed(self):

@@ -131,8 +131,10 @@ LIST = (
         OPS,
         "A layer's state is what float32 computes.",
         [keras_variables.ASSIGN],
-        functools.partial(
-            keras_variables.make_assign, exactly=fallback.assign_exactly
+        _under_policy(
+            functools.partial(
+                keras_variables.make_assign, exactly=fallback.assign_exactly
+            )
         ),
     ),
     Replaced(
