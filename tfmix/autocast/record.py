@@ -111,7 +111,7 @@ class _MixedModel:
         model = self._model
         wrappers: dict[str, replacing.Wrapper] = {
             "call": self._call,
-            "compile": self._compile,
+            "compile": functools.partial(training.compile_replaced, model),
             "fit": self._fit,
             "make_train_function": self._make_train_function,
             "train_step": self._train_step,
@@ -168,12 +168,6 @@ class _MixedModel:
         if not more.keys() <= self.wrappers.keys():
             self.wrappers |= more
             replacing.attach(self._model, replacing.RULES, self)
-
-    def _compile(self, original: Callable, *args: Any, **kwargs: Any) -> None:
-        # A model with a record outlasts `set_global_policy("float32")`.
-        replacing.want(replacing.COMPILE, True)
-        replaced = replacing.wrapped(self._model, "compile", replacing.RULES)
-        replaced(*args, **kwargs)
 
     def _fit(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         return _reports.fit(self._model, original, *args, **kwargs)
