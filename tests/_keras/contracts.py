@@ -48,9 +48,6 @@ SINCE = {
     "ops": (3, 16),
 }
 UNTIL = {"Trainer": (3, 15)}
-TRAINER = "keras.src.trainers.trainer." + (
-    "BaseTrainer" if KERAS >= SINCE["BaseTrainer"] else "Trainer"
-)
 
 # Keras 3.16 moved it one level deeper.
 CORE_OWNER = "keras.src.backend" + (".ops" if KERAS >= SINCE["ops"] else "")
@@ -83,9 +80,7 @@ OWNED = {
     "keras.Function": "_run_through_graph",
     "keras.src.saving.serialization_lib": "SafeModeScope",
     "keras.src.trainers.compile_utils": "CompileLoss",
-    TRAINER: "_aggregate_additional_loss",
-    "keras.Model": "_trackable_children _aggregate_additional_loss "
-    "_symbolic_build _maybe_symbolic_build",
+    "keras.Model": "_trackable_children _symbolic_build _maybe_symbolic_build",
     "keras.Layer": "_check_super_called _get_own_losses rematerialized_call",
     "keras.layers.MultiHeadAttention": "_compute_attention",
     "keras.layers.GroupQueryAttention": "_compute_attention",
