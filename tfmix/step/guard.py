@@ -1,10 +1,11 @@
 """Undoes what a bad batch has written in a train step, or in a call.
 
 Each `apply` in a step, of any optimizer, reports to the record of the step.
-Keras's own step has one, whose result decides. A step of the user's own may
-have others, in branches of a conditional, which TensorFlow counts in a
-variable. Under JAX a step is a function of its state, of which only the
-counters of the model's optimizer are a part.
+Keras's own step has one, and a `LossScaleOptimizer` says what it did. A step of
+the user's own may have others, and an unwrapped optimizer may apply in a branch
+of a conditional, so TensorFlow counts reports in a variable. Under JAX a step
+is a function of its state, of which only the counters of the model's optimizer
+are a part.
 """
 
 import contextlib
@@ -122,12 +123,12 @@ class Step:
         model: The model whose step it is.
         is_own: Whether the user wrote the `train_step`. Keras's own applies
             gradients once, whatever happens.
-        counter: The `Counter` of a step of the user's own (TensorFlow), else
-            `None`.
+        counter: The `Counter` of a step whose optimizer does not tell by itself
+            what happened (TensorFlow), else `None`.
         watched: The `id`s of what a guard restores if the step is skipped.
         updated: The `id`s of the variables that an `apply` got.
         scaled: The `id`s of the optimizers that scaled a loss.
-        applied: What the last `apply` reported; `None` if there was none.
+        has_reported: Whether any `apply` has reported.
         place: The place that the model's optimizer gives its gradients.
     """
 
@@ -137,24 +138,37 @@ class Step:
     watched: frozenset[int] = frozenset()
     updated: set[int] = dataclasses.field(default_factory=set)
     scaled: set[int] = dataclasses.field(default_factory=set)
-    applied: Any = None
+    has_reported: bool = False
     place: Any = None
+
+    @property
+    def scaler_decides(self) -> bool:
+        """Whether the model's optimizer alone decides, and says what it did.
+
+        It says so in any branch of a conditional, since it reads a variable.
+        """
+        optimizer = self.model.optimizer
+        return not self.is_own and hasattr(optimizer, "last_step_applied")
 
     def outcome(self, before: list, after: list) -> Outcome:
         """Returns what the step did.
 
         Args:
-            before: The counts of `applied` and skipped `apply`s before a step
-                of the user's own.
+            before: The counts of applied and skipped `apply`s before a step
+                that does not tell.
             after: Those after it. An unwrapped optimizer counts no skipped
-                steps, so a skip cannot be known (JAX).
+                steps, so a skip in a user's own step cannot be known (JAX).
         """
-        if self.applied is None:
+        if not self.has_reported:
             return Outcome(False, False)
-        if not self.is_own:
-            return Outcome(self.applied, ops.logical_not(self.applied))
+        if self.scaler_decides:
+            # This needs no count from before the step, which XLA would copy.
+            applied = self.model.optimizer.last_step_applied()
+            return Outcome(applied, ops.logical_not(applied))
         pairs = zip(before, after, strict=True)
         applied, *skipped = (ops.not_equal(*pair) for pair in pairs)
+        if not self.is_own:
+            skipped = [ops.logical_not(applied)]
         return Outcome(applied, *(skipped or [False]))
 
 
@@ -189,7 +203,7 @@ def report(applied: Any) -> None:
     """
     if (step := current_step()) is None:
         return
-    step.applied = applied
+    step.has_reported = True
     if step.counter is not None:
         step.counter.add(applied)
 
@@ -253,7 +267,7 @@ class _Guard:
 
         # A model, or a metric, may be built in its first step.
         with keras_variables.noting_new(before), self._step(watched) as step:
-            read = step.counter.read if step.is_own and step.counter else list
+            read = step.counter.read if step.counter else list
             counts = read()
             logs = original(*args, **kwargs)
             after = read()
@@ -292,21 +306,18 @@ class _Guard:
         """Makes every `apply` inside a block report to one step."""
         if self.asked_for:
             _check_optimizer(self._model)
-        # Keras's own scaler applies in a branch, whose tensors end with it.
-        is_own = training.has_own_step(self._model) or (
-            type(self._model.optimizer) is optimizers.KerasScaler
-        )
-        outside = current_step()
-        counter = self._counter if is_own else None
+        is_own, outside = training.has_own_step(self._model), current_step()
+        ids = frozenset(map(id, watched))
+        new = Step(self._model, is_own, watched=ids)
+        if not new.scaler_decides:
+            new.counter = self._counter
         if outside is not None:
             # What happens in this step happens in that one, too.
-            counter = outside.counter or counter
-        ids = frozenset(map(id, watched))
-        new = Step(self._model, is_own, counter, ids)
+            new.counter = outside.counter or new.counter
         with context_values.holding(step=new):
             yield new
-        if outside is not None and outside.applied is None:
-            outside.applied = new.applied
+        if outside is not None:
+            outside.has_reported = outside.has_reported or new.has_reported
 
     def _put_back(
         self,
