@@ -1,7 +1,7 @@
 """Undoes what a bad batch has written in a train step, or in a call.
 
 Each `apply` in a step, of any optimizer, reports to the record of the step.
-Keras's own step has one, and a `LossScaleOptimizer` says what it did. A step of
+Keras's own step has one, and a `LossScaleOptimizer` knows what it did. A step of
 the user's own may have others, and an unwrapped optimizer may apply in a branch
 of a conditional, so TensorFlow counts reports in a variable. Under JAX a step
 is a function of its state, of which only the counters of the model's optimizer
@@ -123,8 +123,8 @@ class Step:
         model: The model whose step it is.
         is_own: Whether the user wrote the `train_step`. Keras's own applies
             gradients once, whatever happens.
-        counter: The `Counter` of a step whose optimizer does not tell by itself
-            what happened (TensorFlow), else `None`.
+        counter: The `Counter` of a step that no scaler decides (TensorFlow),
+            else `None`.
         watched: The `id`s of what a guard restores if the step is skipped.
         updated: The `id`s of the variables that an `apply` got.
         scaled: The `id`s of the optimizers that scaled a loss.
@@ -143,9 +143,9 @@ class Step:
 
     @property
     def scaler_decides(self) -> bool:
-        """Whether the model's optimizer alone decides, and says what it did.
+        """Whether a `LossScaleOptimizer` alone decides.
 
-        It says so in any branch of a conditional, since it reads a variable.
+        It knows what it did, also in a branch of a conditional.
         """
         optimizer = self.model.optimizer
         return not self.is_own and hasattr(optimizer, "last_step_applied")
@@ -155,7 +155,7 @@ class Step:
 
         Args:
             before: The counts of applied and skipped `apply`s before a step
-                that does not tell.
+                that no scaler decides.
             after: Those after it. An unwrapped optimizer counts no skipped
                 steps, so a skip in a user's own step cannot be known (JAX).
         """
