@@ -1,24 +1,19 @@
 """Compares the ways of pure 16-bit training to keep the lost bits.
 
-    python -m benchmarks.master            # the tables, five seeds
+    python -m benchmarks.master            # the table, five seeds
     python -m benchmarks.master --seeds 1  # a quick look
 
-The task is `benchmarks.digits`. Bytes are counted from the variables. Then
-follow steps of 400 small layers with flat masters over those with plain ones.
+The task is `benchmarks.digits`. Bytes are counted from the variables.
 """
 
-import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import keras
-import numpy as np
 from absl import flags
-from keras import ops
 
 import tfmix
-from benchmarks import digits, pairs, results
+from benchmarks import digits, results
 
 # The values are the policy of the layers and the wrapper of Adam.
 _MASTERS = tfmix.optimizers.MasterWeightOptimizer
@@ -27,7 +22,6 @@ VARIANTS: dict[str, tuple[str, Callable]] = {
     "mixed": ("mixed_bfloat16", lambda adam: adam),
     "pure, no masters": ("bfloat16", lambda adam: adam),
     "masters": ("bfloat16", _MASTERS),
-    "flat masters": ("bfloat16", functools.partial(_MASTERS, flat=True)),
     "stochastic": ("bfloat16", tfmix.optimizers.BFloat16Optimizer),
 }
 
@@ -71,48 +65,13 @@ def run_task(seeds: int) -> results.Table:
     return results.Table("Digits", rows, note)
 
 
-def optimizer_step(flat: bool, layers: int) -> Callable[[], Any]:
-    """Returns a graph-mode optimizer step over many small layers."""
-    import tensorflow as tf
-
-    shapes = [(8, 8), (8,)] * layers
-    random = np.random.default_rng(0)
-    variables = [
-        keras.Variable(random.normal(size=shape), dtype="bfloat16", name="w")
-        for shape in shapes
-    ]
-    grads = [tf.cast(random.normal(size=shape), "bfloat16") for shape in shapes]
-    optimizer = _MASTERS(keras.optimizers.Adam(), flat=flat)
-    optimizer.build(variables)
-
-    @tf.function(jit_compile=False)
-    def step(*grads: Any) -> Any:
-        optimizer.apply(list(grads), variables)
-        return ops.convert_to_tensor(optimizer.iterations)
-
-    return lambda: int(step(*grads))
-
-
-def run_steps(
-    layers: int = 400, rounds: int = 30, repeats: int = 5
-) -> results.Table:
-    """Returns the time of the step with flat masters over the plain one's."""
-    steps = {
-        "one by one": optimizer_step(False, layers),
-        "flat": optimizer_step(True, layers),
-    }
-    rows = pairs.compared("masters", steps, rounds, repeats)
-    title = f"{layers} layers ({2 * layers} variables), Adam, graph mode"
-    return results.Table(title, rows)
-
-
 FLAGS = results.flag_values()
 flags.DEFINE_integer("seeds", 5, "runs of each task", flag_values=FLAGS)
 
 
 def tables() -> list[results.Table]:
-    """Measures the task and the steps."""
-    return [run_task(FLAGS.seeds), run_steps()]
+    """Measures the task."""
+    return [run_task(FLAGS.seeds)]
 
 
 if __name__ == "__main__":

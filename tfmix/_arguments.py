@@ -7,7 +7,8 @@ from typing import Any
 
 import keras
 
-from tfmix import _formats
+# The highest loss scale. XLA flushes the reciprocals of larger numbers to zero.
+HIGHEST = 2.0**126
 
 
 def number(name: str, value: Any) -> float:
@@ -21,9 +22,9 @@ def number(name: str, value: Any) -> float:
 
 def positive(name: str, value: Any) -> float:
     value = number(name, value)
-    if not 0.0 < value <= _formats.FLOAT32.max:
+    if not 0.0 < value <= HIGHEST:
         raise ValueError(
-            f"`{name}` must be positive and finite, such as 1024.0. "
+            f"`{name}` must be positive and at most 2.0**126, such as 1024.0. "
             f"Received: {name}={value!r}."
         )
     return value

@@ -124,8 +124,6 @@ _REPLACED = _FLOAT8_ROWS | {
 # TensorFlow 2.21 has no bfloat16 broadcast, by which each worker gets the first
 # one's variables.
 _NARROW = _REPLACED | {"nan-in-one-worker"}
-# Flat masters need every gradient, and say so.
-_TOGETHER = _REPLACED | {"variable-without-gradient"}
 
 
 class Kept(Tfmix):
@@ -157,14 +155,14 @@ class Kept(Tfmix):
         return super().fixed(self.keep(optimizer), scale)
 
 
-def _masters(**how: bool) -> Callable[[Any], Any]:
-    return functools.partial(tfmix.optimizers.MasterWeightOptimizer, **how)
-
-
 # Only float16 overflows; stochastic rounding is for bfloat16.
 SIXTEEN_BIT = (
-    Kept("masters", _masters(), _FLOAT8_ROWS, "float16"),
-    Kept("flat", _masters(flat=True), _TOGETHER, "float16"),
+    Kept(
+        "masters",
+        tfmix.optimizers.MasterWeightOptimizer,
+        _FLOAT8_ROWS,
+        "float16",
+    ),
     Kept(
         "stochastic",
         functools.partial(tfmix.optimizers.BFloat16Optimizer, seed=7),

@@ -101,6 +101,7 @@ FUNCTIONS = {
         "call": "self inputs",
         "_run_through_graph": "self inputs operation_fn call_fn",
     },
+    "keras.Function": {"_run_through_graph": "self inputs operation_fn"},
     "keras.src.saving.serialization_lib": {"SafeModeScope": "safe_mode"},
     "keras.src.trainers.compile_utils": {"CompileLoss": "loss loss_weights"},
     TRAINER: {
@@ -164,7 +165,6 @@ FUNCTIONS = {
     "tensorflow.python.eager.polymorphic_function.function_context": {
         "make_function_context": "scope_type",
     },
-    "tensorflow.python.framework.ops": {"get_gradient_function": "op"},
     "tensorflow.Graph": {"_get_control_flow_context": "self"},
     "tensorflow.__internal__.FuncGraph": {"capture": "self tensor"},
     "tensorflow.python.eager.record": {
@@ -283,13 +283,6 @@ def tape():
         return recorded
 
 
-def operation():
-    import tensorflow as tf
-
-    with tf.Graph().as_default():
-        return tf.constant(1.0).op
-
-
 # (the kind of object, how to make it, its attributes by their type)
 ATTRIBUTES = [
     (
@@ -319,7 +312,6 @@ ATTRIBUTES = [
         },
     ),
     ("a Sequential", sequential, {keras.Model: "_functional"}),
-    ("an operation", operation, {type(None): "_gradient_function"}),
     (
         "a symbol",
         lambda: keras.Input((4,)),

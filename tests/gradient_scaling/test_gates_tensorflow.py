@@ -100,25 +100,3 @@ def test_without_a_policy_a_function_is_traced_once():
     with tf.GradientTape():
         function(tf.constant(1.0))
     assert len(traces) == 1
-
-
-def test_a_concrete_function_without_gates_says_so_when_it_is_trained(
-    said,
-):
-    tfmix.set_global_policy("mixed_float16")
-    model = network()
-    function = tf.function(lambda x: model(x))
-    x = tf.constant(X)
-    outside = function.get_concrete_function(x)
-    outside(x)
-    with tf.GradientTape() as tape:
-        inside = function.get_concrete_function(x)
-        loss = tf.reduce_mean(inside(x))
-    tape.gradient(loss, model.trainable_variables)
-    assert not said
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_mean(outside(x))
-    (kernel, *_) = tape.gradient(loss, model.trainable_variables)
-    assert np.isfinite(kernel).all()
-    (line,) = said
-    assert f"the gradients of {model.name!r} are not scaled" in line

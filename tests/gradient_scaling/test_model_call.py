@@ -350,6 +350,44 @@ def test_a_model_without_any_float_outside_it_runs(run, has_weights):
     np.testing.assert_array_equal(np.asarray(found), expected)
 
 
+class Remembers(keras.layers.Layer):
+    """Adds the first of what its last call has left."""
+
+    def __init__(self, container):
+        super().__init__()
+        self.container, self.left = container, None
+        self.inner = keras.layers.Dense(4)
+
+    def call(self, x):
+        found = self.inner(x)
+        added = found if self.left is None else found + self.left[0]
+        self.left = self.container([found, found])
+        return added
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("container", [list, tuple])
+def test_gradients_reach_what_an_earlier_call_left_in_a_container(container):
+    import tensorflow as tf
+
+    def slopes(policy):
+        tfmix.set_global_policy(policy)
+        keras.utils.set_random_seed(0)
+        memory = Remembers(container)
+        model = keras.Sequential([keras.Input((4,)), memory])
+        model.add(keras.layers.Dense(1))
+        memory.left = None  # Keras has called it with symbols.
+        with tf.GradientTape() as tape:
+            model(X)
+            loss = tf.reduce_sum(model(2 * X) ** 2)
+        return tape.gradient(loss, model.trainable_variables)
+
+    for right, found in zip(
+        slopes("float32"), slopes("mixed_float16"), strict=True
+    ):
+        np.testing.assert_allclose(found, right, rtol=0.01, atol=0.02)
+
+
 class Counts(keras.layers.Layer):
     """Counts how often its code runs."""
 

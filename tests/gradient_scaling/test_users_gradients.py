@@ -378,7 +378,8 @@ def test_a_function_that_sees_scaled_gradients_says_so_once(way, said):
     for _ in range(2):
         layer = Composite(way)
         layer.name = "clips"
-        model = keras.Sequential([keras.Input((16,)), layer, layers.Dense(1)])
+        made = [keras.Input((16,)), layer, layers.Dense(1)]
+        model = keras.Sequential(made, name="sequential")
         mode = "jit" if ON_JAX else "eager"
         gradients_by_loop(model, mode, lambda call: error(call(X)))
     (line,) = (line for line in said if "power of two" in line)

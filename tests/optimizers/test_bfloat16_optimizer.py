@@ -85,8 +85,8 @@ def test_an_unnamed_seed_is_drawn_from_the_seeded_generator():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"slot_dtype": "float16"}, ValueError, "slot_dtype='float16'"),
-        ({"seed": -1}, ValueError, r"0 to 2\*\*31 - 1.*seed=-1"),
+        ({"seed": -1}, ValueError, "0 or more.*seed=-1"),
+        ({"seed": 2**31}, ValueError, r"below 2\*\*31.*seed=2147483648"),
         ({"seed": 1.5}, TypeError, r"integer.*seed=1.5"),
         ({"seed": True}, TypeError, r"integer.*seed=True"),
     ],

@@ -32,8 +32,7 @@ def compiled(way, *dtypes):
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("way", sixteen_bit.EXACT_WAYS)
-def test_float32_weights_go_in_and_come_out_without_loss(way, tmp_path):
+def test_float32_weights_go_in_and_come_out_without_loss(tmp_path):
     source, random = network("float32"), np.random.default_rng(3)
     weights = [
         np.abs(random.normal(size=v.shape)).astype("float32")
@@ -41,7 +40,7 @@ def test_float32_weights_go_in_and_come_out_without_loss(way, tmp_path):
     ]
     source.set_weights(weights)
     source.save_weights(tmp_path / "float32.weights.h5")
-    model, out = compiled(way), tmp_path / "out.weights.h5"
+    model, out = compiled("masters"), tmp_path / "out.weights.h5"
     float32_weights.load_float32(model, tmp_path / "float32.weights.h5")
     exported = float32_weights.export_float32(model, out)
     for variable, got, wanted in zip(
@@ -65,9 +64,8 @@ def test_float32_weights_go_in_and_come_out_without_loss(way, tmp_path):
     keras.backend.backend() != "tensorflow",
     reason="JAX has no variables of its own",
 )
-@pytest.mark.parametrize("way", sixteen_bit.EXACT_WAYS)
-def test_float32_weights_come_out_under_a_sixteen_bit_policy(way):
-    model = compiled(way)
+def test_float32_weights_come_out_under_a_sixteen_bit_policy():
+    model = compiled("masters")
     model.optimizer.build(model.trainable_variables)
     wanted = float32_weights.export_float32(model)
     tfmix.set_global_policy("bfloat16")
@@ -90,11 +88,8 @@ def test_float32_weights_that_do_not_fit_change_nothing():
 
 def test_a_model_without_float32_weights_is_refused(tmp_path):
     path = tmp_path / "out.weights.h5"
-    quantized = network("float32")
-    quantized.layers[0].quantize("int8")
     unbuilt = keras.Sequential([keras.layers.Dense(1)])
     for model, error, message in (
-        (quantized, ValueError, "quantized layers.*'int8'.*before `quantize`"),
         (unbuilt, ValueError, "no weights"),
         (3, TypeError, "model=3"),
     ):

@@ -20,9 +20,9 @@ MASTERS = tfmix.optimizers.MasterWeightOptimizer
 LOW = tfmix.optimizers.LowMemoryOptimizer
 STOCHASTIC = tfmix.optimizers.BFloat16Optimizer
 WAYS = {
-    "low memory": (LOW, "float32", {}),
-    "masters": (MASTERS, "bfloat16", {"slot_dtype": "int8"}),
-    "stochastic": (STOCHASTIC, "bfloat16", {"slot_dtype": "int8"}),
+    "low memory": (lambda low: low, "float32"),
+    "masters": (MASTERS, "bfloat16"),
+    "stochastic": (lambda low: STOCHASTIC(low, seed=3), "bfloat16"),
 }
 
 
@@ -45,8 +45,8 @@ def sharded():
 
 
 def model_of(way, policy=None):
-    wrap, own, settings = WAYS[way]
-    optimizer = wrap(keras.optimizers.Adam(1e-3), seed=3, **settings)
+    wrap, own = WAYS[way]
+    optimizer = wrap(LOW(keras.optimizers.Adam(1e-3), seed=3))
     return sixteen_bit.model_of(optimizer, policy or own)
 
 

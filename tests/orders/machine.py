@@ -28,6 +28,7 @@ from tests.orders.models import (
     small_data,
 )
 from tests.orders.order import OPTIMIZERS, REFUSES, SIXTEEN, TENSORFLOW, WRAPS
+from tfmix._keras import optimizers
 from tfmix.conversion import planned_policies
 
 # Steps that change neither the model nor its active policy.
@@ -399,13 +400,12 @@ class Machine:
         scaled = half or pure or self.wrap != "bare"
         inner = type(OPTIMIZERS[self.name]()).__name__
         keepers = {"MasterWeightOptimizer", "BFloat16Optimizer"}
-        keepers.add("LowMemoryOptimizer")
-        wanted = ["LossScaleOptimizer"] * scaled
-        if make := WRAPS.get(self.wrap):
-            wanted.append(type(make(OPTIMIZERS[self.name]())).__name__)
-        elif pure:
-            wanted.append("MasterWeightOptimizer")
-        wanted.append(inner)
+        make = WRAPS.get(self.wrap) or (lambda optimizer: optimizer)
+        around = optimizers.chain(make(OPTIMIZERS[self.name]()))
+        wanted = [type(one).__name__ for one in around]
+        if pure and not keepers & set(wanted):
+            wanted.insert(0, "MasterWeightOptimizer")
+        wanted = ["LossScaleOptimizer"] * scaled + wanted
         if self.wrap == "any":
             right = found[-1] == inner and (
                 "LossScaleOptimizer" in found or not (half or pure)

@@ -13,26 +13,20 @@ TENSORFLOW = keras.backend.backend() == "tensorflow"
 SIXTEEN = ("float16", "bfloat16")
 POLICIES = ("mixed_float16", "mixed_bfloat16", *SIXTEEN, "O1", "O2")
 KINDS = ("sequential", "functional", "subclassed")
-# These variables are small, so 8-bit state needs a rule for all variables.
-EIGHT_BITS = {"slot_dtype": [("", "int8")], "seed": 3}
 # Wrappers of the user's optimizer, inside of the loss scaler.
 WRAPS = {
     "bare": None,
     "scaled": None,
     "masters": tfmix.optimizers.MasterWeightOptimizer,
-    "flat": functools.partial(
-        tfmix.optimizers.MasterWeightOptimizer, flat=True
-    ),
     "stochastic": functools.partial(tfmix.optimizers.BFloat16Optimizer, seed=3),
-    "low": functools.partial(tfmix.optimizers.LowMemoryOptimizer, **EIGHT_BITS),
-    "masters8": functools.partial(
-        tfmix.optimizers.MasterWeightOptimizer, **EIGHT_BITS
+    "low": functools.partial(tfmix.optimizers.LowMemoryOptimizer, seed=3),
+    "masters8": lambda inner: tfmix.optimizers.MasterWeightOptimizer(
+        tfmix.optimizers.LowMemoryOptimizer(inner, seed=3)
     ),
 }
 # The dtypes of variables that some wrappers refuse.
 REFUSES = {
     "stochastic": ("float16",),
-    "low": SIXTEEN,
     # "any" may be any of these.
     "any": SIXTEEN,
 }

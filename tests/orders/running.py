@@ -6,6 +6,7 @@ import re
 import tempfile
 import traceback
 import warnings
+from unittest import mock
 
 import keras
 
@@ -13,6 +14,7 @@ import tfmix
 from tests.orders.laws import Broken, keras_before
 from tests.orders.machine import Machine
 from tests.orders.order import Order, numbered
+from tfmix.optimizers import eight_bit_slots
 
 
 def run(order):
@@ -24,7 +26,9 @@ def run(order):
         tfmix.set_global_policy("float32")
         try:
             keras_before()
-            with tempfile.TemporaryDirectory() as folder:
+            # Small variables would keep float32 state.
+            small = mock.patch.object(eight_bit_slots, "SMALL", 1)
+            with small, tempfile.TemporaryDirectory() as folder:
                 Machine(order, folder).run()
         finally:
             tfmix.set_global_policy("float32")

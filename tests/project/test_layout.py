@@ -14,8 +14,6 @@ ELSEWHERE = {
     "ops/jax_custom_gradients": "gradient_scaling/test_users_gradients",
     "ops/tensors": "ops/test_apply",
     "ops/ways": "ops/test_loops",
-    "gradient_scaling/heads": "wild/test_gradients",
-    "gradient_scaling/raw_ops": "gradient_scaling/test_power",
     "step/gradients": "step/test_who_divides",
     "loss_scaling/errors": "loss_scaling/test_optimizer",
     "loss_scaling/inner_attributes": "loss_scaling/test_optimizer",

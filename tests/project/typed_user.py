@@ -87,9 +87,9 @@ def optimizers() -> list[keras.optimizers.Optimizer]:
         return [
             tfmix.LossScaleOptimizer(inner, loss_scale=tfmix.NoLossScale()),
             tfmix.LossScaleOptimizer(inner, loss_scale=8.0),
-            tfmix.optimizers.MasterWeightOptimizer(inner, flat=True),
+            tfmix.optimizers.MasterWeightOptimizer(inner, name="masters"),
             tfmix.optimizers.BFloat16Optimizer(inner, seed=1),
-            tfmix.optimizers.LowMemoryOptimizer(inner, slot_dtype="int8"),
+            tfmix.optimizers.LowMemoryOptimizer(inner, seed=1),
         ]
     except tfmix.LossScaleError as error:
         raise SystemExit(str(error)) from error

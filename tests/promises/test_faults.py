@@ -78,7 +78,7 @@ def rows_at_16_bits():
         for fault in catalogue.on_this_backend():
             if fault.name not in each.inapplicable:
                 quick = fault.name in QUICK_AT_16_BITS
-                quick = quick and each.name in ("masters", "flat")
+                quick = quick and each.name == "masters"
                 yield pytest.param(
                     fault,
                     each,

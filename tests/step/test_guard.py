@@ -270,9 +270,6 @@ def test_guarding_twice_and_compiling_again_change_nothing():
 def test_a_guarded_model_is_saved_and_loaded_like_any_other(tmp_path):
     model, (x, y) = guarded(layers.BatchNormalization()), data()
     fit(model, (x, y))
-    saved = model.get_compile_config()
-    assert saved["guarded"]["config"] == {"alone": True}
-    assert "guarded" not in str(saved["optimizer"])
     model.save(tmp_path / "model.keras")
     # It also loads where tfmix is switched off.
     tfmix.set_global_policy("float32")
@@ -281,13 +278,10 @@ def test_a_guarded_model_is_saved_and_loaded_like_any_other(tmp_path):
         loaded.predict(x, verbose=0), model.predict(x, verbose=0)
     )
     assert type(loaded.optimizer) is optimizers.LossScaleOptimizer
-    assert helpers.is_guarded(loaded)
-    assert not helpers.is_guarded(compiled(graph()))
-    fit(loaded, (x, y))
-    again = keras.models.load_model(tmp_path / "model.keras")
-    fit(guards.guard(again), (x, y))
-    again.compile("adam", loss="mse")
-    assert "guarded" not in str(again.get_compile_config())
+    # A file does not say that a model was guarded.
+    assert not helpers.is_guarded(loaded)
+    fit(guards.guard(loaded), data(bad=[1]))
+    helpers.assert_all_finite(loaded.weights)
 
 
 def test_a_model_that_cannot_skip_is_refused_with_what_to_write():

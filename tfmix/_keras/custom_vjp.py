@@ -1,5 +1,6 @@
 """Finds users' gradient functions, and what they belong to."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -23,28 +24,26 @@ def is_linear(function: Callable) -> bool:
     return (function.__module__ or "").partition(".")[0] in _LINEAR
 
 
-def say_scaled(function: Callable) -> None:
-    """Says that a function's gradient function gets scaled gradients."""
-    layer, name = layers.running_path(), function.__qualname__
+def say_scaled() -> None:
+    """Says that a gradient function of the running layer is not unscaled."""
+    layer = layers.running_path()
     _messages.warn_once(
-        f"the gradient of {name} in layer {layer!r} gets gradients that are "
+        f"a gradient function in layer {layer!r} gets gradients that are "
         "multiplied by a power of two, because it is called inside a compiled "
         "function or a loop. A gradient that clips or takes a sign is then "
         "wrong; call it outside of that, or give the layer dtype='float32' in "
         "a model of its own",
-        about=("scaled gradient", name),
+        about=("scaled gradient", layer),
     )
 
 
-def with_rule(function: Any) -> Callable | None:
-    """Returns what `jax.custom_gradient` got, `None` for other functions.
+def users_function(function: Any) -> Callable:
+    """Returns the function that a user gave to JAX, from a `custom_vjp`.
 
-    It takes arguments, and returns a result and its gradient function. JAX
-    traces that one for gradients of the result's dtypes.
+    What `jax.custom_gradient` got is a part of the function that it makes.
     """
-    inner = function.fun
-    if getattr(inner, "__module__", "") != jax.custom_gradient.__module__:
-        return None
-    names = inner.__code__.co_freevars
-    cells = dict(zip(names, inner.__closure__ or (), strict=True))
-    return cells["fun"].cell_contents if "fun" in cells else None
+    inner: Callable = function.fun
+    if inner.__module__ != jax.custom_gradient.__module__:
+        return inner
+    held = inspect.getclosurevars(inner).nonlocals
+    return held.get("fun", inner)

@@ -27,15 +27,12 @@ def packed_results(model: keras.Layer, tensors: list) -> Any:
     return keras.tree.pack_sequence_as(model._outputs_struct, tensors)
 
 
-def graph_parts(
-    model: keras.Layer,
-) -> list[tuple[list, list[int], list[int]]]:
+def parts(model: keras.Layer) -> list[keras.Function]:
     """Groups the operations of a graph by the results that they reach.
 
     Returns:
-        For each group its nodes, in the order in which Keras runs them, and the
-        `id`s of the symbols that it takes from other groups, and of those that
-        it passes to them or returns. No group takes from a later one.
+        For each group the function from what it takes to what it passes to
+        others or returns. No group takes from a later one.
     """
     symbols = layers.results(model)
     reached: dict[int, set[int]] = collections.defaultdict(set)
@@ -43,34 +40,28 @@ def graph_parts(
         reached[id(symbol)].add(place)
     groups: dict[frozenset[int], list] = collections.defaultdict(list)
     for _, nodes in sorted(model._nodes_by_depth.items()):
-        for node in reversed([node for node in nodes if not node.is_input]):
-            own = set().union(*(reached[id(x)] for x in node.outputs))
-            groups[frozenset(own)].insert(0, node)
-            for x in node.input_tensors:
-                reached[id(x)] |= own
-    # Operations that reach fewer results use those that reach more.
-    in_order = sorted(groups.items(), key=lambda item: -len(item[0]))
-    parts: list[tuple[list, list[int], list[int]]] = []
+        for node in nodes:
+            if not node.is_input:
+                own = set().union(*(reached[id(x)] for x in node.outputs))
+                groups[frozenset(own)].append(node)
+                for x in node.input_tensors:
+                    reached[id(x)] |= own
+    made: list[keras.Function] = []
     needed = {id(x) for x in symbols}
-    for _, nodes in reversed(in_order):
-        made = [id(x) for node in nodes for x in node.outputs]
-        taken = [id(x) for node in nodes for x in node.input_tensors]
-        takes = [key for key in dict.fromkeys(taken) if key not in made]
-        gives = [key for key in dict.fromkeys(made) if key in needed]
-        needed.update(takes)
-        parts.insert(0, (nodes, takes, gives))
-    return parts
+    # Operations that reach fewer results use those that reach more.
+    for _, nodes in sorted(groups.items(), key=lambda item: len(item[0])):
+        made_here = {id(x): x for node in nodes for x in node.outputs}
+        taken = {id(x): x for node in nodes for x in node.input_tensors}
+        takes = [x for key, x in taken.items() if key not in made_here]
+        gives = [x for key, x in made_here.items() if key in needed]
+        needed.update(map(id, takes))
+        made.insert(0, keras.Function(takes, gives))
+    return made
 
 
-def run_node(node: Any, values: dict[int, Any], operation_fn: Callable) -> Any:
-    """Runs a node of a graph on values for its symbols, by their `id`s.
-
-    Returns:
-        Pairs of a symbol's `id` and its value.
-    """
-    args, kwargs = node.arguments.fill_in(values)
-    made = operation_fn(node.operation)(*args, **kwargs)
-    return zip(map(id, node.outputs), keras.tree.flatten(made), strict=False)
+def run_part(part: keras.Function, inputs: list, operation_fn: Callable) -> Any:
+    """Runs a part of a graph; `operation_fn` prepares each operation."""
+    return part._run_through_graph(inputs, operation_fn)
 
 
 def noted_results(layer: keras.Layer) -> list[tuple[int, Any]]:

@@ -77,11 +77,6 @@ def own_variables(optimizer: Optimizer) -> list[keras.Variable]:
     return list(optimizer._variables)
 
 
-def unused(wrapper: Optimizer) -> tuple[keras.Variable, keras.Variable]:
-    """Returns a wrapper's own count and rate, which Keras's class creates."""
-    return wrapper._iterations, wrapper._learning_rate
-
-
 def remember(optimizer: Optimizer, variables: list[keras.Variable]) -> None:
     """Gives a wrapper the model's variables, without tracking them."""
     vars(optimizer)["_trainable_variables"] = variables
@@ -174,18 +169,13 @@ def applies(optimizer: Optimizer) -> keras.Variable:
     return innermost._iterations
 
 
-def uses_weight_decay(optimizer: Optimizer, variable: keras.Variable) -> bool:
-    """Returns False if `exclude_from_weight_decay` named the variable."""
+def undecayed(optimizer: Optimizer, variables: Sequence) -> list:
+    """Returns the variables that an optimizer's weight decay leaves out."""
     # Keras 3.16 decides in `build`; earlier versions use another name.
     excluded = getattr(optimizer, "_is_excluded_from_weight_decay", None)
     if excluded is not None:
-        return not excluded(variable)
-    return bool(optimizer._use_weight_decay(variable))
-
-
-def undecayed(optimizer: Optimizer, variables: Sequence) -> list:
-    """Returns the variables that an optimizer's weight decay leaves out."""
-    return [v for v in variables if not uses_weight_decay(optimizer, v)]
+        return [v for v in variables if excluded(v)]
+    return [v for v in variables if not optimizer._use_weight_decay(v)]
 
 
 def averages(optimizer: Optimizer) -> list[tuple[Any, Any]]:

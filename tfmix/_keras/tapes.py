@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import context_values, global_state, replacing
+from tfmix._keras import context_values, global_state, replacing, tracing
 
 # TensorFlow calls one of these for a `tf.custom_gradient`.
 CUSTOM: tuple[replacing.Place, ...] = ()
@@ -27,7 +27,6 @@ if keras.backend.backend() == "tensorflow":
         record,
     )
     from tensorflow.python.eager.polymorphic_function import function_context
-    from tensorflow.python.framework import ops as framework_ops
     from tensorflow.python.ops import (
         control_flow_v2_func_graphs,
         custom_gradient,
@@ -91,22 +90,6 @@ def traced_for_gradients(original: Callable) -> Callable:
     return make_function_context
 
 
-def when_asked(result: Any, say: Callable[[], None]) -> None:
-    """Calls a function if a gradient of a traced tensor is formed later.
-
-    Nothing of it is in the graph that is saved or exported.
-    """
-    op = result.op
-    own = op._gradient_function
-
-    def gradient(*args: Any) -> Any:
-        say()
-        op._gradient_function = own
-        return framework_ops.get_gradient_function(op)(*args)
-
-    op._gradient_function = gradient
-
-
 def unrecorded() -> contextlib.AbstractContextManager[None]:
     """Hides the operations of a block from all tapes."""
     hidden: contextlib.AbstractContextManager[None] = record.stop_recording()
@@ -125,15 +108,17 @@ def local(tensor: Any) -> Any:
     return tensor if is_here else tf.identity(tensor)
 
 
-def is_part_of(trace: Any) -> bool:
-    """Returns whether the running code is part of the function of a `trace`.
+def function() -> Any:
+    """Returns a token of the `tf.function` that is traced now.
 
-    Loops and branches are, but not another `tf.function`.
+    Loops and branches are part of it. It is `tracing.EAGER` in eager code.
     """
+    if tf.executing_eagerly():
+        return tracing.EAGER
     graph = tf.compat.v1.get_default_graph()
     while isinstance(graph, control_flow_v2_func_graphs.ControlFlowFuncGraph):
         graph = graph.outer_graph
-    return bool(weakref.ref(graph) == trace)
+    return weakref.ref(graph)
 
 
 def reach(tensor: Any) -> bool:

@@ -24,7 +24,7 @@ from tfmix.gradient_scaling import placing
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.loss_scaling import rules, state
 from tfmix.optimizers import sixteen_bit_optimizer
-from tfmix.step import finite, gradients, guard, replicas
+from tfmix.step import finite, guard, replicas
 
 # The arguments of these methods.
 _ORDER = "grads", "trainable_variables"
@@ -71,7 +71,7 @@ class Skips(state.Counts):
             files.save_with(optimizer, self.variables)
 
     def count(
-        self, applied: Any, bad: Any, _: Sequence, grads: Sequence, to: Sequence
+        self, applied: Any, bad: Any, grads: Sequence, to: Sequence
     ) -> None:
         """Counts a step.
 
@@ -85,12 +85,11 @@ class Skips(state.Counts):
             return
 
         def is_data() -> Any:
-            own = gradients.without_values(grads, to)
-            return gradients.blames_data(own, ops.logical_or)
+            return finite.blames_data(grads, to, ops.logical_or)
 
         moves = not _ON_TENSORFLOW or placing.variables_of(to)
         self._state.count(applied, bad, to, is_data if moves else None)
-        self._state.warn(applied, bad)
+        self.warn(applied)
 
     def count_rest(self, steps: int, applied: int) -> None:
         """Counts those of an epoch's steps that were not applied (JAX)."""

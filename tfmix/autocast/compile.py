@@ -47,10 +47,8 @@ def make_compile(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def compile(self: keras.Model, *args: Any, **kwargs: Any) -> None:
         method = functools.partial(original, self)
-        guarded = kwargs.pop("guarded", None)
-        if guarded is None or not guarded.alone:
-            _adopt(self)
-        is_ours = guarded or _has_record(self)
+        _adopt(self)
+        is_ours = _has_record(self)
         if is_ours or policies.SIXTEEN_BIT in context_values.active_rules():
             _compile(self, method, args, kwargs)
         else:

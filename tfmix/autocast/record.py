@@ -28,7 +28,7 @@ from tfmix.autocast import (
     fallback,
 )
 from tfmix.float8 import chosen_layers
-from tfmix.gradient_scaling import heads, model_call, outermost, placing
+from tfmix.gradient_scaling import model_call, outermost, placing
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.ops import stand_ins, tensors
 from tfmix.policy import policy as policies
@@ -170,8 +170,7 @@ class _MixedModel:
                 (args, kwargs), tensors.before_cast
             )
         if self._calls.parts:
-            run = functools.partial(heads.run_graph, self._model)
-            self._wrap(**{graphs.RUN_GRAPH: run})
+            self._wrap(**{graphs.RUN_GRAPH: self._calls.run_graph})
         code = context_values.block.get().users_code
         with context_values.holding(users_code=""):
             outputs = self._calls.run(*args, **kwargs)

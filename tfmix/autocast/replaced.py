@@ -41,7 +41,7 @@ from tfmix.ops import (
     tensors,
     ways,
 )
-from tfmix.optimizers import sixteen_bit_optimizer
+from tfmix.optimizers import wrapper
 from tfmix.policy import policy as policies
 
 
@@ -153,7 +153,7 @@ LIST = (
         "A step whose gradients are not finite is skipped.",
         lambda: [
             *replacing.definers(keras.optimizers.Optimizer, "apply"),
-            (sixteen_bit_optimizer.SixteenBitOptimizer, "apply"),
+            (wrapper.OptimizerWrapper, "apply"),
         ],
         _under_policy(bare_optimizers.make_apply),
     ),

@@ -40,13 +40,11 @@ class _Shared:
     JAX keeps it after that, so it must not hold tracers.
 
     Attributes:
-        entered: Returns the token of the last pass that entered.
         second: Returns the token of the last second derivative that entered.
             Others need the same power, because they meet inside.
     """
 
     def __init__(self) -> None:
-        self.entered: Callable[[], Any] = _nothing
         self.second: Callable[[], Any] = _nothing
 
     def told(self, token: Any, arrays: Sequence) -> Any:
@@ -142,9 +140,17 @@ class Gates:
         """
         return bool(tracing.transformation() == self._state)
 
-    def down(self) -> Any:
-        """Returns what divides the gradients of the pass that is traced now."""
-        return lax.stop_gradient(_down(self._shared.entered()))
+    def unscaled(self, function: Callable, arrays: Sequence) -> tuple:
+        """Calls a function of the user's, whose gradients are unscaled.
+
+        Args:
+            function: Takes the arrays; returns a tuple of float arrays.
+            arrays: Float arrays.
+        """
+        out = _Gate(False, (True,) * len(arrays), self._shared)
+        made = function(*self._pass(out, arrays))
+        back = _Gate(True, (True,) * len(made), self._shared)
+        return self._pass(back, made)
 
 
 class _Gate(NamedTuple):
@@ -311,9 +317,8 @@ def _pulled(upstream: Sequence, *primals: Any, how: _Gate) -> list:
     other = how._replace(enters=enters, fresh=is_first, backwards=True, depth=0)
     passed, token = other.bind(arrays, (token, kept, place))
     if enters:
-        shared.entered = weakref.ref(token)
         # A pass ends where the results of the call get their gradients.
-        shared.second = _nothing if is_first else shared.entered
+        shared.second = _nothing if is_first else weakref.ref(token)
     return [
         x if ad.is_undefined_primal(primal) else None
         for x, primal in zip(

@@ -25,7 +25,7 @@ import tensorflow as tf
 from tfmix._keras import context_values, tapes, tracing
 from tfmix.gradient_scaling import power
 from tfmix.ops import tensorflow_products, tensors
-from tfmix.step import gradients as unscaled_gradients
+from tfmix.step import finite
 
 # The product of this and a dtype's largest number overflows.
 _LARGE = 2.0**64
@@ -41,15 +41,14 @@ class _Function:
     """The function that is traced now, or eager code."""
 
     def __init__(self) -> None:
-        self._trace = tracing.trace()
+        self._function = tapes.function()
 
     def reach(self) -> bool:
         """Returns whether the running code knows the power of a gradient.
 
         The gradient of another function is traced before the power is known.
         """
-        is_here = tracing.trace() == self._trace
-        return is_here or tapes.is_part_of(self._trace)
+        return bool(tapes.function() == self._function)
 
 
 class Gates(_Function):
@@ -98,7 +97,7 @@ class Gates(_Function):
             losses: Losses that were added inside. Their gradients are often far
                 larger than others, so they only count in the sum.
         """
-        between = _Between(
+        made = _between(
             [*results, *losses],
             len(results),
             self._tensors,
@@ -107,7 +106,6 @@ class Gates(_Function):
             self._tape,
             self._overwritten,
         )
-        made = between.results()
         return made[: len(results)], made[len(results) :]
 
 
@@ -124,8 +122,16 @@ def _recording(
         yield
 
 
-class _Between:
-    """What lies between the gates: it forms the gradients of results.
+def _between(
+    results: Sequence,
+    count: int,
+    tensors: Sequence,
+    variables: Sequence,
+    place: Any,
+    tape: tf.GradientTape | None,
+    overwritten: Collection[int] = (),
+) -> list:
+    """Returns results, whose gradients pass the gates.
 
     Args:
         results: Float tensors.
@@ -137,108 +143,57 @@ class _Between:
         overwritten: The `id`s of tensors and variables whose gradient leaves as
             it is.
     """
+    handles, trace = tapes.handles(variables), tracing.trace()
+    passes = [id(x) not in overwritten for x in (*tensors, *variables)]
 
-    def __init__(
-        self,
-        results: Sequence,
-        count: int,
-        tensors: Sequence,
-        variables: Sequence,
-        place: Any,
-        tape: tf.GradientTape | None,
-        overwritten: Collection[int] = (),
-    ) -> None:
-        self._results, self._count = list(results), count
-        self._tensors, self._variables = list(tensors), list(variables)
-        self._handles = tapes.handles(variables)
-        self._place, self._tape = place, tape
-        self._trace = tracing.trace()
-        self._as_values = {
-            n
-            for n, x in enumerate((*self._tensors, *self._variables))
-            if id(x) in overwritten
-        }
-
-    def results(self) -> list:
-        """Returns the results, whose gradients pass the gates."""
-        # A loop would compute a gradient that nobody gets in every step.
-        is_asked = [*map(tapes.reach, self._tensors)]
-        every = [True] * len(is_asked)
-        return tapes.replaced(
-            self._results,
-            self._tensors,
-            self._variables,
-            by_tape=functools.partial(self._gradient, is_asked),
-            by_graph=functools.partial(self._gradient, every),
-        )
-
-    def _gradient(self, is_asked: Sequence, *upstream: Any) -> list:
+    def gradient(is_asked: Sequence, *upstream: Any) -> list:
+        """Returns the gradients of the tensors, then of the variables."""
         with _as_written():
-            by = power.of(
-                upstream[: self._count], upstream[self._count :], self._place
-            )
-            scaled = [_times(by.up, gradient) for gradient in upstream]
+            by = power.of(upstream[:count], upstream[count:], place)
+            scaled = [_times(by.up, each) for each in upstream]
         # In another graph, such as that of a nested `tf.function`'s gradient,
         # the results of this one cannot be differentiated again.
-        again = tapes.is_recorded() and tracing.trace() == self._trace
+        again = tapes.is_recorded() and tracing.trace() == trace
+        sources = [*itertools.compress(tensors, is_asked), *handles]
         with (
             # A recomputed layer calls users' functions now.
             context_values.holding(power=by, gates=_Function()),
-            _recording(self._tape if again else None, scaled),
+            _recording(tape if again else None, scaled),
         ):
-            inside = self._inside(is_asked, scaled)
-        kept = [n for n, g in enumerate(inside) if g is not None]
-        values = [_values(inside[n]) for n in kept]
+            if tape is None:
+                found = tapes.of_graph(results, sources, scaled, tensors)
+            else:
+                found = tapes.of_tape(tape, results, sources, scaled)
+        rest = iter(found)
+        inside = [next(rest) if one else None for one in is_asked] + [*rest]
+        kept = [n for n, g in enumerate(inside) if g is not None and passes[n]]
+        values = [finite.values(inside[n]) for n in kept]
         if again:
-            second = _Between(
-                values,
-                len(values),
-                [*self._tensors, *scaled],
-                self._variables,
-                self._place,
-                self._tape,
+            known = [*tensors, *scaled]
+            values = _between(
+                values, len(values), known, variables, place, tape
             )
-            values = second.results()
         # Gradients of the tensors come first. They need not show why they are
         # not finite, because no optimizer gets them.
-        of_variables = [
-            value
-            for n, value in zip(kept, values, strict=True)
-            if n >= len(self._tensors)
-        ]
-        says_why = [False] * (len(values) - len(of_variables))
-        says_why += unscaled_gradients.keep_overflow_visible(of_variables)
+        of_tensors = sum(n < len(tensors) for n in kept)
+        says_why = [False] * of_tensors
+        says_why += finite.keep_overflow_visible(values[of_tensors:])
         with _as_written():
-            leaving = _Leaving(by.down)
-            for n, value, says in zip(kept, values, says_why, strict=True):
-                if n not in self._as_values:
-                    leaving.add(n, value, says)
-            for n, true in leaving.unscaled():
-                inside[n] = _as_before(inside[n], true)
+            true = _unscaled(by.down, values, says_why)
+        for n, value in zip(kept, true, strict=True):
+            inside[n] = _as_before(inside[n], value)
         return inside
 
-    def _inside(self, is_asked: Sequence, scaled: Sequence) -> list:
-        """Returns the gradients of the tensors, then of the variables.
-
-        Args:
-            is_asked: Whether to compute the gradient of each tensor.
-            scaled: The gradients of the results.
-        """
-        asked = list(itertools.compress(self._tensors, is_asked))
-        sources = [*asked, *self._handles]
-        if self._tape is None:
-            found = tapes.of_graph(
-                self._results, sources, scaled, self._tensors
-            )
-        else:
-            found = tapes.of_tape(self._tape, self._results, sources, scaled)
-        rest = iter(found)
-        return [next(rest) if one else None for one in is_asked] + [*rest]
-
-
-def _values(gradient: Any) -> Any:
-    """Returns a gradient's numbers; of a sparse one, those of its rows."""
-    return getattr(gradient, "values", gradient)
+    # A loop would compute a gradient that nobody gets in every step.
+    is_asked = [*map(tapes.reach, tensors)]
+    every = [True] * len(is_asked)
+    return tapes.replaced(
+        results,
+        tensors,
+        variables,
+        by_tape=functools.partial(gradient, is_asked),
+        by_graph=functools.partial(gradient, every),
+    )
 
 
 def _as_before(gradient: Any, values: Any) -> Any:
@@ -252,47 +207,38 @@ def _as_written() -> contextlib.AbstractContextManager[None]:
     return context_values.holding(rules=context_values.NO_RULES)
 
 
-class _Leaving:
-    """The gradients that leave by a gate, which divides them.
+def _unscaled(down: Any, gradients: Sequence, says_why: Sequence) -> list:
+    """Divides gradients.
 
     Small ones that show why they are not finite leave together where each
     operation is a kernel.
 
     Args:
         down: The factor; NaN if an incoming gradient was not finite.
+        gradients: Float tensors.
+        says_why: Whether each shows that.
     """
-
-    def __init__(self, down: Any) -> None:
-        self._down = down
-        self._lost = functools.cache(functools.partial(_lost, down))
-        self._alone: list[tuple[int, Any]] = []
-        # With the power of two that is left to multiply.
-        self._together: list[tuple[int, Any, float]] = []
-
-    def add(self, n: int, gradient: Any, says_why: bool) -> None:
-        """Adds a gradient, with a number of the caller's."""
+    lost = functools.cache(functools.partial(_lost, down))
+    true, together = list(gradients), []
+    for n, gradient in enumerate(gradients):
+        # A factor is the power of two that is left to multiply.
         tensor, factor = tensorflow_products.parts(gradient)
-        down = self._down if factor is None else self._down * factor
-        if not says_why:
-            self._alone.append((n, _times(down, tensor)))
-        elif _may_join(tensor, factor):
-            self._together.append((n, tensor, factor or 1.0))
-        else:
-            self._alone.append((n, _saying_why(down, tensor, self._lost)))
-
-    def unscaled(self) -> list[tuple[int, Any]]:
-        """Returns the divided gradients with their numbers."""
-        if not self._together:
-            return self._alone
-        numbers, tensors, factors = zip(*self._together, strict=True)
+        if says_why[n] and _may_join(tensor, factor):
+            together.append((n, tensor, factor or 1.0))
+            continue
+        by = down if factor is None else down * factor
+        unscaled = functools.partial(_saying_why, lost=lost)
+        true[n] = (unscaled if says_why[n] else _times)(by, tensor)
+    if together:
+        numbers, tensors, factors = zip(*together, strict=True)
         sizes = [tensor.shape.num_elements() for tensor in tensors]
         flat = tf.concat([tf.reshape(x, (-1,)) for x in tensors], 0)
-        down = self._down
         if set(factors) != {1.0}:
             down *= np.repeat(np.array(factors, "float32"), sizes)
-        parts = tf.split(_saying_why(down, flat, self._lost), sizes)
-        shaped = map(tf.reshape, parts, [x.shape for x in tensors])
-        return [*self._alone, *zip(numbers, shaped, strict=True)]
+        parts = tf.split(_saying_why(down, flat, lost), sizes)
+        for n, part, tensor in zip(numbers, parts, tensors, strict=True):
+            true[n] = tf.reshape(part, tensor.shape)
+    return true
 
 
 def _may_join(tensor: Any, factor: Any) -> bool:
@@ -300,7 +246,7 @@ def _may_join(tensor: Any, factor: Any) -> bool:
         tensor.dtype == tf.float32
         and (factor is None or isinstance(factor, float))
         and tracing.by_gpu_kernels()
-        and unscaled_gradients.is_small(tensor)
+        and finite.is_small(tensor)
     )
 
 

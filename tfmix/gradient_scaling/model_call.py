@@ -9,11 +9,10 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 
-from tfmix import _messages
 from tfmix._keras import global_state, layers, tapes, tracing
 from tfmix._keras import variables as keras_variables
 from tfmix.gradient_scaling import placing
@@ -39,7 +38,7 @@ else:
 
 # Models that scale their gradients inside.
 _scaling: weakref.WeakSet[keras.Model] = weakref.WeakSet()
-_NESTS = list, tuple, dict
+_NOTHING = (None,)
 
 
 def note_scaling(model: keras.Model, scales: bool) -> None:
@@ -74,44 +73,40 @@ def between_gates(
     Returns:
         The results of `call`, as tensors of the same values.
     """
-    if not layers.computes_in(model, "float16"):
+    if not (layers.computes_in(model, "float16") and tapes.may_be_asked()):
         return call(*args, **kwargs)
-    if not tapes.may_be_asked():
-        results = call(*args, **kwargs)
-        return _unscaled(model.name, results) if _TENSORFLOW else results
     nest = tensors.map_leaves((args, kwargs), keras_variables.read)
-    given = list(filter(_is_float, _arrays(nest)))
+    given, rebuilt = floats(nest)
     exact = [*map(tensors.before_cast, given)]
     scope = global_state.open_scope()
-    states = {} if scope is None else dict(scope.state_mapping)
-    mapped = {key: x for key, x in states.items() if _is_float(x)}
-    values = [*exact, *mapped.values()]
-    held = [] if _TENSORFLOW or scope else _traced(model)
-    if not (_TENSORFLOW or held or any(map(tracing.is_symbolic, values))):
+    state: dict = {} if scope is None else scope.state_mapping
+    weights = [] if _TENSORFLOW or scope else _traced(model)
+    values = [*exact, *state.values(), *(value for *_, value in weights)]
+    if not (_TENSORFLOW or any(map(tracing.is_symbolic, values))):
         return call(*args, **kwargs)
-    flat = layers.flat_layers(model)
-    before = _items(flat)
-    held += _held(nest, before, values)
-    values += [item.value for item in held]
-    pair = gates.Gates(placing.of(model), _overwritten(model, states))
-    inside = iter(pair.enter(values))
-    new = [(*both, next(inside)) for both in zip(given, exact, strict=True)]
-    mapped = {key: next(inside) for key in mapped}
+    flat, objects = layers.flat_layers(model), _objects(nest)
+    before = _items([*flat, *objects], state)
+    held = [item for item in before.values() if _is_reached(item, values)]
+    held += weights
+    pair = gates.Gates(placing.of(model), _overwritten(model, state))
+    kept, with_kept = floats([value for *_, value in held])
+    inside = pair.enter([*exact, *kept])
+    new = map(_rounded, given, exact, inside)
     known = [loss for _, loss in layers.added_losses(flat)]
-    with (
-        _mapped_to(scope, states, mapped),
-        _replaced(held, [*inside], before),
-        pair.opened(),
-    ):
-        args, kwargs = _with_arrays(nest, new)
-        outputs = call(*args, **kwargs)
+    with pair.opened():
+        args, kwargs = rebuilt([*new])
+        with _replaced(held, with_kept(inside[len(exact) :])):
+            outputs = call(*args, **kwargs)
         # An unbuilt model has new layers.
         flat = layers.flat_layers(model)
-        left = _left(flat, before)
+        left = _left(_items([*flat, *objects], state), before)
         # It is float32, like the results: a loss that casts 16 bits itself
         # would send its gradient back through 16 bits before a gate scales it.
         wide = tensors.to_float32_with_notes
-        kept = [tensors.map_leaves(item.value, wide) for item in left]
+        kept = [
+            value if container is state else tensors.map_leaves(value, wide)
+            for container, _, value in left
+        ]
     added = [
         (layer, loss)
         for layer, loss in layers.added_losses(flat)
@@ -120,103 +115,58 @@ def between_gates(
     passing, rebuilt = floats((outputs, kept))
     results, losses = pair.leave(passing, [loss for _, loss in added])
     outputs, kept = rebuilt(results)
-    for item, value in zip(left, kept, strict=True):
-        item.put(value)
+    for (container, key, _), value in zip(left, kept, strict=True):
+        container[key] = value
     for (layer, inner), loss in zip(added, losses, strict=True):
         layers.put_loss(layer, inner, loss)
     return outputs
 
 
-def _unscaled(name: str, results: Any) -> Any:
-    """Returns the results of a trace in which no gradient is scaled.
-
-    A `tf.function` is traced again under a tape, but a concrete function is
-    not.
-    """
-    for result in filter(tracing.is_symbolic, _arrays(results)):
-        if _is_float(result):
-            tapes.when_asked(
-                result,
-                lambda: _messages.warn_once(
-                    f"the gradients of {name!r} are not scaled in float16, so "
-                    "small ones are lost: its concrete function was traced "
-                    "outside of a tape. Call the `tf.function`, or trace it "
-                    "inside a `tf.GradientTape`",
-                    about=("concrete function", name),
-                ),
-            )
-    return results
+# A container, such as a layer's attributes, the key there, and the value.
+_Item = tuple[Any, Any, Any]
+# Items by the `id` of the container, and the key.
+_Items = dict[tuple[int, Any], _Item]
 
 
 @contextlib.contextmanager
-def _mapped_to(
-    scope: keras.StatelessScope | None, before: dict, inside: dict
-) -> Iterator[None]:
-    """Gives a scope other values of variables in a block.
+def _replaced(items: list[_Item], values: Iterable) -> Iterator[None]:
+    """Puts other values in place of items in a block.
 
-    Values that the block assigns stay. Under JAX they have no gradients, which
-    would pass no gate.
+    Values that the block itself puts there stay.
     """
-    if scope is None:
-        yield
-        return
-    now = scope.state_mapping
-    now.update(inside)
+    new = [*values]
+    for (container, key, _), value in zip(items, new, strict=True):
+        container[key] = value
     try:
         yield
     finally:
-        for key, value in now.items():
-            if key in inside and value is inside[key]:
-                now[key] = before[key]
-            elif value is not before.get(key) and not _TENSORFLOW:
-                now[key] = jax.lax.stop_gradient(value)
+        for (container, key, before), value in zip(items, new, strict=True):
+            is_list = isinstance(container, list)
+            keys = range(len(container)) if is_list else container
+            if key in keys and container[key] is value:
+                container[key] = before
 
 
-@contextlib.contextmanager
-def _replaced(
-    items: list["_Item"], values: Iterable, known: "Items"
-) -> Iterator[None]:
-    """Puts other values in place of items in a block."""
-    new = [
-        item._replace(value=value)
-        for item, value in zip(items, values, strict=True)
-    ]
-    for item in new:
-        known[id(item.container), item.key] = item
-        item.put(item.value)
-    try:
-        yield
-    finally:
-        for item, other in zip(items, new, strict=True):
-            if other.is_there():
-                item.put(item.value)
+def _objects(nest: Any) -> list:
+    """Lists the arguments of a call that are no arrays."""
+    found: list = []
+    tensors.map_leaves(nest, found.append)
+    return [x for x in found if not _is_array(x)]
 
 
-def _held(nest: Any, items: "Items", others: list) -> list["_Item"]:
-    """Lists further tensors of a call that gradients reach.
-
-    They are attributes of a layer, or of an argument of the user's own class.
-    """
-    owners: list = []
-    tensors.map_leaves(nest, owners.append)
-    of_arguments = _items(x for x in owners if not _is_array(x))
-    return [
-        item
-        for item in (*items.values(), *of_arguments.values())
-        if _is_array(item.value)
-        and _is_float(item.value)
-        and gates.is_reached(item.value, others)
-    ]
+def _is_reached(item: _Item, others: list) -> bool:
+    """Returns whether gradients of a call reach a value that it may read."""
+    arrays = filter(_is_float, _arrays(item[-1]))
+    return any(gates.is_reached(x, others) for x in arrays)
 
 
-def _traced(model: keras.Model) -> list["_Item"]:
+def _traced(model: keras.Model) -> list[_Item]:
     """Lists weights that JAX traces although no scope holds them.
 
     Code may have assigned the tracers.
     """
-    places = map(keras_variables.place_of_value, model.trainable_variables)
-    items = [_Item(*place) for place in places]
-    return [item for item in items if tracing.is_symbolic(item.value)]
+    items = map(keras_variables.place_of_value, model.trainable_variables)
+    return [item for item in items if tracing.is_symbolic(item[-1])]
 
 
 def _overwritten(model: keras.Model, states: dict[int, Any]) -> set[int]:
@@ -227,96 +177,58 @@ def _overwritten(model: keras.Model, states: dict[int, Any]) -> set[int]:
     }
 
 
-class _Item(NamedTuple):
-    """An array, or a nest of arrays, that is an attribute of a layer.
-
-    Attributes:
-        container: The layer's attributes, or a list or dict among them.
-        key: The place in the container.
-        value: What is there.
-    """
-
-    container: Any
-    key: Any
-    value: Any
-
-    def is_among(self, items: "Items") -> bool:
-        """Returns whether one of the items is the same value in this place."""
-        same = items.get((id(self.container), self.key))
-        return same is not None and same.value is self.value
-
-    def is_there(self) -> bool:
-        """Returns whether the value is still in its place."""
-        is_list = isinstance(self.container, list)
-        keys = range(len(self.container)) if is_list else self.container
-        return self.key in keys and self.container[self.key] is self.value
-
-    def put(self, value: Any) -> None:
-        """Puts a value in its place."""
-        self.container[self.key] = value
-
-
-# An item by the `id` of its container, and its key there.
-Items = dict[tuple[int, Any], _Item]
-
-
-def _items(owners: Iterable, before: Items | None = None) -> Items:
-    """Returns the arrays and nests that are attributes of objects.
+def _items(owners: Iterable, state: dict) -> _Items:
+    """Returns the arrays and tuples that a call may read or leave.
 
     Args:
-        owners: Layers and other objects.
-        before: What they held before a call. A list or dict that is new is one
-            nest, and an earlier one may have new items.
+        owners: Layers and other objects. Their attributes may be lists and
+            dicts of arrays.
+        state: Values of variables in a scope.
     """
-    found: Items = {}
-    every = [getattr(owner, "__dict__", {}) for owner in owners]
-    waiting: list[tuple[Any, Any]] = [
-        (attributes, name)
-        for attributes in every
-        for name in layers.users_attributes(attributes)
-    ][::-1]
-    while waiting:
-        container, key = waiting.pop()
-        value = container[key]
-        kind: Any = type(value)
-        is_nest = issubclass(kind, _NESTS)
-        place = id(container), key
-        if not (is_nest or _is_array_type(kind)) or place in found:
-            continue
-        found[place] = item = _Item(container, key, value)
-        if is_nest and (before is None or item.is_among(before)):
-            keys = value if isinstance(value, dict) else range(len(value))
-            waiting += reversed([(value, inner) for inner in keys])
+    found: _Items = {}
+    waiting: list[tuple[Any, Iterable]] = [(state, [*state])]
+    for owner in owners:
+        attributes = getattr(owner, "__dict__", {})
+        waiting.append((attributes, layers.users_attributes(attributes)))
+    seen: set[int] = set()
+    # The list grows meanwhile.
+    for container, keys in waiting:
+        for key in keys:
+            value = container[key]
+            kind: Any = type(value)
+            if issubclass(kind, list | dict) and id(value) not in seen:
+                seen.add(id(value))
+                is_dict = isinstance(value, dict)
+                inner = [*value] if is_dict else range(len(value))
+                waiting.append((value, inner))
+            elif issubclass(kind, tuple) or _is_array_type(kind):
+                found[id(container), key] = container, key, value
     return found
 
 
-def _left(flat: list, before: Items) -> list[_Item]:
-    """Lists what a call left on layers, such as scores for a later loss."""
-    new = [x for x in _items(flat, before).values() if not x.is_among(before)]
-    return [x for x in new if any(map(_is_float, _arrays(x.value)))]
+def _left(after: _Items, before: _Items) -> list[_Item]:
+    """Lists what a call left, such as scores for a later loss."""
+    return [
+        item
+        for place, item in after.items()
+        if before.get(place, _NOTHING)[-1] is not item[-1]
+        and any(map(_is_float, _arrays(item[-1])))
+    ]
 
 
-def _with_arrays(nest: Any, new: Iterable[tuple]) -> Any:
-    """Returns a nest with others in place of its float arrays.
+def _rounded(array: Any, exact: Any, value: Any) -> Any:
+    """Returns an input of the code inside.
 
     Args:
-        nest: The nest.
-        new: For each array itself, what it was before a cast, and the other.
+        array: The caller's array.
+        exact: What it was before a layer cast it.
+        value: That inside. It is rounded here, as it is where the model begins.
     """
-    triples = iter(new)
-
-    def replaced(array: Any) -> Any:
-        if not _is_float(array):
-            return array
-        before, exact, value = next(triples)
-        if exact is before:
-            return value
-        # Exact numbers are rounded here, as they are where the model begins.
-        cast = keras.ops.cast(value, before.dtype)
-        tensors.note_cast(before, cast, value)
-        return cast
-
-    return _rebuilt(nest, replaced)
+    if exact is array:
+        return value
+    cast = keras.ops.cast(value, array.dtype)
+    tensors.note_cast(array, cast, value)
+    return cast
 
 
 def floats(nest: Any) -> tuple[list, Callable[[list], Any]]:

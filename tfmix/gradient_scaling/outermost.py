@@ -3,6 +3,13 @@
 `Calls.run` reads downwards: it keeps statistics finite, then come the gates,
 which scale gradients inside, then the policy's rules, then the model's own
 `call`.
+
+A graph with several results runs in parts, each with gates of its own. A part
+holds the operations that reach the same results: the trunk is one part, and
+each head another. Each head finds its own power of two, so gradients are right
+even if losses differ by orders of magnitude. A part also ends at a result that
+others are computed from, such as the mean beside a sample, so that gradients
+with respect to it exist.
 """
 
 import contextlib
@@ -12,8 +19,14 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import context_values, global_state, layers, replacing
-from tfmix.gradient_scaling import heads, model_call
+from tfmix._keras import (
+    context_values,
+    global_state,
+    graphs,
+    layers,
+    replacing,
+)
+from tfmix.gradient_scaling import model_call
 from tfmix.ops import tensors
 from tfmix.step import guard
 
@@ -53,10 +66,13 @@ class Calls:
         self._model, self._ruled = model, ruled
 
     @functools.cached_property
-    def parts(self) -> list[heads.Part]:
-        """The parts of a graph that scale separately."""
-        several = len(layers.results(self._model)) > 1
-        return heads.parts(self._model) if several else []
+    def parts(self) -> list[keras.Function]:
+        """The parts of a graph that scale separately, if there are some."""
+        model = self._model
+        if not layers.is_graph(model) or len(layers.results(model)) == 1:
+            return []
+        made = graphs.parts(model)
+        return made if len(made) > 1 else []
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model. Its outermost call returns float32."""
@@ -72,10 +88,37 @@ class Calls:
                 model, self._in_float32, args, kwargs
             )
 
+    def run_graph(
+        self,
+        original: Callable,
+        inputs: Any,
+        operation_fn: Callable = lambda operation: operation,
+        **kwargs: Any,
+    ) -> Any:
+        """Runs the graph in parts; `original` is Keras's method."""
+        # Only the outermost graph does.
+        if context_values.block.get().around is not self:
+            return original(inputs, operation_fn=operation_fn, **kwargs)
+        model, given = self._model, keras.tree.flatten(inputs)
+        # Maps the `id` of a symbol to its value and original dtype. Other parts
+        # get the value in float32.
+        known = {
+            id(symbol): (value, "")
+            for symbol, value in zip(model.inputs, given, strict=True)
+        }
+        for part in self.parts:
+            taken = [known[id(symbol)] for symbol in part.inputs]
+            run, arguments = functools.partial(_run_part, part), (taken,)
+            kwargs = {"operation_fn": operation_fn}
+            made = model_call.between_gates(model, run, arguments, kwargs)
+            known.update(zip(map(id, part.outputs), made, strict=True))
+        made = [_narrow(*known[id(symbol)]) for symbol in layers.results(model)]
+        return graphs.packed_results(model, made)
+
     def _in_float32(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model under its rules. Its results are float32."""
-        parts = heads.Call(self._model, self.parts) if self.parts else None
-        with context_values.holding(around=parts or _AS_MADE), self._ruled():
+        around = self if self.parts else _AS_MADE
+        with context_values.holding(around=around), self._ruled():
             outputs = self._own(*args, **kwargs)
             # Under the rules, a cast returns the value from before rounding.
             wide = tensors.to_float32_with_notes
@@ -84,3 +127,26 @@ class Calls:
     def _own(self, *args: Any, **kwargs: Any) -> Any:
         call = replacing.wrapped(self._model, "call", replacing.RULES)
         return call(*args, **kwargs)
+
+
+def _run_part(part: keras.Function, taken: list, operation_fn: Callable) -> Any:
+    """Returns a part's results in float32, each with its own dtype.
+
+    Args:
+        part: The part.
+        taken: Pairs of a tensor and its original dtype.
+        operation_fn: Gives an operation its arguments.
+    """
+    given = [_narrow(*pair) for pair in taken]
+    return [
+        (tensors.to_float32_with_notes(x), tensors.float_dtype(x))
+        for x in graphs.run_part(part, given, operation_fn)
+    ]
+
+
+def _narrow(tensor: Any, dtype: str) -> Any:
+    if tensors.float_dtype(tensor) in ("", "sparse", dtype) or not dtype:
+        return tensor
+    narrow = tensors.input_copy(tensor, keras.ops.cast(tensor, dtype))
+    tensors.copy_notes(tensor, narrow)
+    return narrow

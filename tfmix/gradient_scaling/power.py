@@ -1,7 +1,8 @@
 """The power of two that scales gradients inside a model."""
 
 import functools
-from collections.abc import Sequence
+import types
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -9,20 +10,40 @@ import keras
 from tfmix._keras import kernels
 from tfmix.ops import tensors
 
-# These are quick in eager mode.
 ops: Any
 if keras.backend.backend() == "tensorflow":
-    from tfmix.gradient_scaling import raw_ops
+    import tensorflow as tf
 
-    ops = raw_ops
+    def _of_two(op: Callable) -> Callable:
+        return lambda x, y: op(x=x, y=y)
+
+    _raw = tf.raw_ops
+    # These have the names and the order of `jax.numpy`. They take tensors of
+    # one dtype, and Python numbers. In eager mode the ops of Keras and
+    # TensorFlow first convert their arguments, which takes several times as
+    # long as the op.
+    ops = types.SimpleNamespace(
+        abs=tf.abs,
+        sum=tf.reduce_sum,
+        # That of no numbers is -infinity.
+        max=lambda x, initial: tf.reduce_max(x),
+        where=lambda a, x, y: _raw.SelectV2(condition=a, t=x, e=y),
+        add=_of_two(_raw.AddV2),
+        subtract=_of_two(_raw.Sub),
+        divide=_of_two(_raw.RealDiv),
+        maximum=_of_two(_raw.Maximum),
+        minimum=_of_two(_raw.Minimum),
+        greater=_of_two(_raw.Greater),
+        bitwise_and=_of_two(_raw.BitwiseAnd),
+    )
 else:
     from jax import numpy as jnp
 
     ops = jnp
 
 # Float32 holds this power of two and its reciprocal as normal numbers.
-_HIGHEST = 100
-_BIAS, _MANTISSA = 127, 23
+_HIGHEST = 2.0**100
+_EXPONENT = 0x7F800000  # the bits of a positive float32 number's exponent
 # Limits the sum of the incoming gradients. A bias gets the sum of all that
 # reaches its layer, and a kernel gets that sum times its inputs. Float16 ends
 # at 2^16, so either may still grow by 2^4.
@@ -81,24 +102,22 @@ def of(
     # There may be no rows.
     each = [ops.max(size, initial=0.0) for size in sizes[: len(gradients)]]
     if is_second:
-        smallest = _LARGEST_SECOND / _OF_SECOND
-        reaches = functools.reduce(ops.maximum, each, smallest)
-        reaches = least = ops.multiply(reaches, 1 / _LARGEST_SECOND)
+        least = _LARGEST_SECOND / _OF_SECOND
+        reaches = functools.reduce(ops.maximum, each, least)
+        reaches = ops.divide(reaches, _LARGEST_SECOND)
+        reaches = ops.divide(reaches, ops.minimum(place, 1.0))
     else:
-        of_sum = ops.multiply(total, 1 / _LARGEST_SUM)
+        of_sum, highest = ops.divide(total, _LARGEST_SUM), _LARGEST
         reaches = functools.reduce(ops.maximum, each, of_sum)
         if all(x.ndim in (0, 1) for x in gradients):
-            least = ops.multiply(total, 1 / _LARGEST_SUM_OF_NUMBERS)
-        else:
-            least = ops.multiply(reaches, 1 / _LARGEST)
-            least = ops.maximum(least, of_sum)
-    reaches = ops.maximum(ops.divide(reaches, place), least)
-    word = kernels.bitcast(reaches, "int32")
-    exponent = ops.subtract(_BIAS, ops.right_shift(word, _MANTISSA))
-    exponent = ops.where(ops.greater(reaches, 0.0), exponent, 0)
-    exponent = ops.clip(exponent, -_HIGHEST, _HIGHEST)
-    power = ops.left_shift(ops.add(exponent, _BIAS), _MANTISSA)
-    up = kernels.bitcast(power, "float32")
+            highest = _LARGEST_SUM_OF_NUMBERS
+            of_sum = ops.divide(total, highest)
+        reaches = ops.divide(reaches, ops.minimum(place, highest))
+        reaches = ops.maximum(reaches, of_sum)
+    reaches = ops.where(ops.greater(reaches, 0.0), reaches, 1.0)
+    reaches = ops.minimum(ops.maximum(reaches, 1 / _HIGHEST), _HIGHEST)
+    word = ops.bitwise_and(kernels.bitcast(reaches, "int32"), _EXPONENT)
+    up = ops.divide(1.0, kernels.bitcast(word, "float32"))
     # The difference is 0, or NaN; XLA's maximum on a CPU may lose a NaN. The
     # division comes last: XLA computes it once, but repeats a selection in each
     # kernel.

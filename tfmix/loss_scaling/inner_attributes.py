@@ -18,7 +18,10 @@ _SHARED_SETTINGS = (
 
 def checked(optimizer: Any) -> keras.optimizers.Optimizer:
     """Returns the optimizer to wrap, from an object, a name or a config."""
-    if isinstance(optimizer, str | dict):
+    if isinstance(optimizer, dict):
+        # Keras changes the config that it gets.
+        optimizer = keras.optimizers.get(dict(optimizer))
+    elif isinstance(optimizer, str):
         optimizer = keras.optimizers.get(optimizer)
     if isinstance(optimizer, type):
         raise TypeError(
@@ -27,17 +30,10 @@ def checked(optimizer: Any) -> keras.optimizers.Optimizer:
         )
     if isinstance(optimizer, keras.optimizers.Optimizer):
         return optimizer
-    kind, module = type(optimizer).__name__, type(optimizer).__module__
-    received = f"Received: inner_optimizer={optimizer!r} of type {kind}."
-    if module.startswith(("tf_keras", "tensorflow.")):
-        raise TypeError(
-            "`inner_optimizer` comes from the legacy tf_keras package, which "
-            f"Keras 3 cannot run. {received} Write "
-            f"keras.optimizers.{kind}(...)."
-        )
     raise TypeError(
-        "`inner_optimizer` must be a keras.optimizers.Optimizer, such as "
-        f'keras.optimizers.Adam(), or a name such as "adam". {received}'
+        "`inner_optimizer` must be a keras.optimizers.Optimizer of Keras 3, "
+        'such as keras.optimizers.Adam(), or a name such as "adam". Received: '
+        f"inner_optimizer={optimizer!r} of type {type(optimizer).__name__}."
     )
 
 
@@ -111,20 +107,11 @@ class DelegatesToInner(optimizers.OverwritesThroughInner):
 
     @loss_scale_factor.setter
     def loss_scale_factor(self, value: float | None) -> None:
-        scales = isinstance(self, optimizers.KerasScaler)
-        if scales and value is not None:
+        if isinstance(self, optimizers.KerasScaler) and value is not None:
             raise ValueError(
                 "A `loss_scale_factor` would scale the loss twice. Received: "
                 f"loss_scale_factor={value!r}. Set `optimizer.loss_scale`, or "
                 f"write LossScaleOptimizer(..., loss_scale={value!r})."
-            )
-        if scales and "inner_optimizer" in vars(self):
-            # Keras's own loss scale sets `None` on the optimizer it gets.
-            raise ValueError(
-                "An optimizer that scales the loss takes no second loss scale "
-                "around it: the gradients would be divided by both. Received: "
-                f"inner_optimizer={self!r}. Use it without the outer "
-                "LossScaleOptimizer."
             )
         _write(self, "loss_scale_factor", value)
 

@@ -25,7 +25,7 @@ from tfmix.loss_scaling import (
     state,
 )
 from tfmix.ops import tensors
-from tfmix.step import finite, gradients, guard, replicas
+from tfmix.step import finite, guard, replicas
 
 # Keras's class uses these names for a loss scale's state, so that tfmix can
 # read a checkpoint of either.
@@ -133,13 +133,6 @@ class LossScaleOptimizer(
         name: str | None = None,
         **kwargs: Any,
     ) -> None:
-        if not kwargs.pop("dynamic", True):
-            raise ValueError(
-                "`dynamic=False` is an argument of the old tf.keras. For a "
-                "fixed scale write LossScaleOptimizer(optimizer, loss_scale="
-                "128.0). (Keras says to set `loss_scale_factor` on the inner "
-                "optimizer; that applies steps that are not finite.)"
-            )
         rule = rules.from_arguments(
             loss_scale, initial_scale, dynamic_growth_steps
         )
@@ -162,7 +155,9 @@ class LossScaleOptimizer(
         self.rule = rule
         self._state = state.State(rule, self._add)
         # Keras saves it beside the state.
-        self._loss_scale_state = saving.OwnState(self._saved_variables)
+        self._loss_scale_state = saving.OwnState(
+            functools.partial(optimizers.own_variables, self)
+        )
 
     @property
     def loss_scale(self) -> Any:
@@ -299,15 +294,13 @@ class LossScaleOptimizer(
             2.0
         """
         grads = list(grads)
-        variables: list = self._model_variables
+        variables: list = optimizers.remembered(self)
         if len(variables) != len(grads):
             variables = [None] * len(grads)
-        if self._takes_scaled():
-            true = gradients.unscaled(grads, variables, self.rule_scale())
-        else:
-            true = gradients.in_float32(grads, variables)
+        scale = self.rule_scale() if self._takes_scaled() else None
+        true = finite.unscaled(grads, variables, scale)
         return [
-            None if g is None else gradients.without_infinities(g) for g in true
+            None if g is None else finite.without_infinities(g) for g in true
         ]
 
     @tracing.untouched
@@ -484,11 +477,9 @@ class LossScaleOptimizer(
     def save_own_variables(self, store: Any) -> None:
         """Writes what a run without loss scaling has in this place.
 
-        In its files Keras writes the rest of the state beside it.
+        Keras writes the rest of the state beside it.
         """
         saving.write(store, self)
-        if isinstance(store, dict):
-            self._loss_scale_state.save_own_variables(store)
 
     def load_own_variables(self, store: Any) -> None:
         """Reads the state of a run with loss scaling or without.
@@ -521,13 +512,8 @@ class LossScaleOptimizer(
         cls, config: dict, custom_objects: Any = None
     ) -> "LossScaleOptimizer":
         """Returns the optimizer that `get_config`, or Keras's, described."""
-        arguments = dict(config)
-        for key in ("inner_optimizer", "loss_scale"):
-            if isinstance(arguments.get(key), dict):
-                arguments[key] = keras.saving.deserialize_keras_object(
-                    arguments[key], custom_objects=custom_objects
-                )
-        return cls(**arguments)
+        with keras.saving.custom_object_scope(custom_objects or {}):
+            return cls(**config)
 
     def last_step_applied(self) -> Any:
         """Returns whether the last `apply` changed anything.
@@ -555,7 +541,9 @@ class LossScaleOptimizer(
                 self.build(variables)
             # The decision is final, because later compiled code has to agree
             # with earlier code.
-            inside = self.built and model_call.scales(self._model_variables)
+            inside = self.built and model_call.scales(
+                optimizers.remembered(self)
+            )
             self._is_scaling = not inside
         return self._is_scaling
 
@@ -590,7 +578,7 @@ class LossScaleOptimizer(
             variables: The variable of each.
             unscaled: Whether they need no division by the loss scale.
         """
-        own, rule = self._model_variables, self.rule
+        own, rule = optimizers.remembered(self), self.rule
         inner = self.inner_optimizer
         if keras.backend.backend() == "tensorflow":
             replicas.check_replica_context()
@@ -598,15 +586,17 @@ class LossScaleOptimizer(
             scale = self._state.scale_by(keras_variables.reader())
         current = rule.current(scale)
 
-        def count(applied: Any, bad: Any, true: list, summed: list) -> None:
+        def count(applied: Any, bad: Any, summed: list) -> None:
             def is_data() -> Any:
-                each = gradients.without_values(summed, variables)
-                return self._is_bad_data(each, unscaled)
+                # `unscale_gradients` makes NaN of an overflow as well, but not
+                # of each gradient.
+                both = ops.logical_and if unscaled else ops.logical_or
+                can_tell = self._can_detect_bad_data()
+                return can_tell and finite.blames_data(summed, variables, both)
 
             self._state.count(applied, bad, variables, is_data)
-            self._state.warn(applied, bad)
+            self.warn(applied)
 
-        by_scale = functools.partial(gradients.unscaled, scale=current)
         finite.apply_step(
             self,
             grads,
@@ -615,24 +605,12 @@ class LossScaleOptimizer(
             assigned=own + inner.variables,
             counters=[*self.variables, *placing.variables_of(variables)],
             count=count,
-            unscale=gradients.in_float32 if unscaled else by_scale,
-            checks_unscaled=rule.may_enlarge and not unscaled,
+            scale=None if unscaled else current,
+            checks_unscaled=rule.lowest_scale < 1.0 and not unscaled,
         )
         # The flag is read from the counter. For a separate boolean, XLA would
         # count in another kernel.
         guard.report(self.last_step_applied())
-
-    def _is_bad_data(self, grads: Sequence, unscaled: bool) -> Any:
-        """Returns whether the data is not finite, if gradients tell that.
-
-        `unscale_gradients` makes NaN of an overflow as well, but not of each
-        gradient.
-        """
-        if not self._can_detect_bad_data():
-            return False
-        return gradients.blames_data(
-            grads, ops.logical_and if unscaled else ops.logical_or
-        )
 
     def _can_detect_bad_data(self) -> bool:
         """Returns whether NaN in gradients means data that is not finite.
@@ -656,19 +634,6 @@ class LossScaleOptimizer(
         # Keras tracks what is assigned, and must track what it made only once.
         setattr(self, _KERAS_NAMES.get(name, attribute), variable)
         return variable
-
-    @property
-    def _model_variables(self) -> list[keras.Variable]:
-        """The model's variables that the optimizer was built with."""
-        return optimizers.remembered(self)
-
-    def _saved_variables(self) -> list[keras.Variable]:
-        unused = optimizers.unused(self)
-        return [
-            variable
-            for variable in optimizers.own_variables(self)
-            if not any(variable is each for each in unused)
-        ]
 
 
 def scalers(model: keras.Model) -> list[LossScaleOptimizer]:

@@ -39,8 +39,8 @@ class LossScale(abc.ABC):
     - `update(state, finite)` returns the next state and changes nothing else.
       It has to work on tensors inside a compiled step (`keras.ops.where`
       instead of `if`).
-    - `current(state)` is finite and positive for any state, and never below
-      `lowest_scale` (0.0; from 1 on, XLA's check is cheaper).
+    - `current(state)` is positive and at most 2**126 for any state, and never
+      below `lowest_scale` (0.0; from 1 on, XLA's check is cheaper).
 
     Examples:
         >>> class Halving(LossScale):
@@ -56,16 +56,12 @@ class LossScale(abc.ABC):
 
     @property
     def lowest_scale(self) -> float:
-        """A lower bound of the scale."""
-        return 0.0
+        """A lower bound of the scale.
 
-    @property
-    def may_enlarge(self) -> bool:
-        """Whether dividing by the scale may produce infinity.
-
-        If not, gradients can be checked before they are divided.
+        Dividing by one from 1 on makes no number infinite, so gradients can be
+        checked before they are divided.
         """
-        return self.lowest_scale < 1.0
+        return 0.0
 
     @abc.abstractmethod
     def init(self) -> Any:
@@ -83,14 +79,16 @@ class LossScale(abc.ABC):
     def current(self, state: Any) -> Any:
         """Returns the loss scale to use now, a positive finite scalar.
 
-        If the stored value is unusable (0, negative, inf or NaN, as from the
-        checkpoint of a failed run), it is the initial one.
+        If the stored value is unusable (0, negative, above 2**126 or NaN, as
+        from the checkpoint of a failed run), it is the initial one.
         """
         stored = state.scale
         initial = _constant_like(self.init()[0], stored)
         # Any comparison with NaN is false.
         positive = keras_variables.select(stored > 0, stored, initial)
-        return keras_variables.select(positive < math.inf, positive, initial)
+        return keras_variables.select(
+            positive <= _arguments.HIGHEST, positive, initial
+        )
 
     def get_config(self) -> dict:
         """Returns the settings as keyword arguments of the constructor."""
@@ -318,6 +316,8 @@ def from_arguments(
         given["growth_steps"] = _arguments.count(
             "dynamic_growth_steps", dynamic_growth_steps
         )
+    if isinstance(loss_scale, dict):
+        loss_scale = keras.saving.deserialize_keras_object(loss_scale)
     if isinstance(loss_scale, str) and loss_scale == "dynamic":
         return DynamicLossScale(**given)
     if given:

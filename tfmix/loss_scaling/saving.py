@@ -80,33 +80,21 @@ def read(
         if [array.shape for array in saved] == shapes:
             keras_variables.assign_all(inner.variables, saved)
             own.assign(named)
-            if not isinstance(store, dict):
-                # Keras asks them next, and has them say what a file lacks.
-                for one in wrapped:
-                    optimizers.expect_no_state(one)
+            # Keras asks them next, and has them say what a file lacks.
+            for one in wrapped:
+                optimizers.expect_no_state(one)
             return
-    if not (optimizer.built or isinstance(store, dict)):
-        # Keras asks the inner optimizer next, which says so.
-        return
-    if not optimizer.built:
-        reason = (
-            "it is not built yet; call "
-            "`optimizer.build(model.trainable_variables)`, and load it again"
+    if optimizer.built:
+        _messages.warn(
+            "the state of optimizer %r was not restored: it has %d variables, "
+            "and the file %d, of another optimizer or of other trainable "
+            "variables; to go on with it, compile with the optimizer that was "
+            "saved, and change what is trainable after loading.",
+            optimizer.name,
+            len(optimizer.inner_optimizer.variables),
+            len(saved),
         )
-    elif not arrays:
-        reason = "the file holds no optimizer state"
-    else:
-        reason = (
-            f"it has {len(optimizer.inner_optimizer.variables)} variables, and "
-            f"the file {len(saved)}, of another optimizer or of other "
-            "trainable variables; to go on with it, compile with the optimizer "
-            "that was saved, and change what is trainable after loading"
-        )
-    _messages.warn(
-        "the state of optimizer %r was not restored: %s.",
-        optimizer.name,
-        reason,
-    )
+    # Otherwise Keras asks the inner optimizer next, which says so.
 
 
 def _parts(

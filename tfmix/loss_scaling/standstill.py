@@ -4,11 +4,10 @@ In `fit` the line after the epoch warns. Your own loop has no epochs: its eager
 steps warn, and for compiled ones there is `check_health`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import keras
-import numpy as np
 
 from tfmix import _messages
 from tfmix.loss_scaling import errors, rules
@@ -20,7 +19,7 @@ _MOST_NAMED = 5
 
 
 def warn_of_eighth(
-    name: str, paths: Sequence[str], in_a_row: Any, bad: Any
+    name: str, in_a_row: int, overflow_counts: Mapping[str, int]
 ) -> None:
     """Warns that an eager loop stands still, at the eighth skip in a row.
 
@@ -29,38 +28,17 @@ def warn_of_eighth(
 
     Args:
         name: String, the optimizer's name.
-        paths: The paths of its variables.
         in_a_row: Integer, the skipped steps since the last applied one.
-        bad: Boolean vector, the variables whose gradient was not finite.
+        overflow_counts: See `LossScaleOptimizer`.
     """
-    if in_a_row != AFTER:
-        return
-    pairs = zip(paths, np.asarray(bad), strict=True)
-    lost = [path for path, is_bad in pairs if is_bad]
-    _messages.warn("%s of %r: %s", idle(AFTER), name, _cause(lost, len(paths)))
+    if in_a_row == AFTER:
+        message = "%s of %r: the gradients were not finite.\n%s"
+        _messages.warn(message, idle(AFTER), name, _what_to_do(overflow_counts))
 
 
 def idle(skips: int) -> str:
     """Returns how every message says that a run stands still."""
     return f"no update was applied in the last {skips} steps"
-
-
-def _cause(lost: Sequence[str], count: int) -> str:
-    ask = "`tfmix.check(model, x, y)` names the place"
-    if len(lost) == count:
-        return (
-            "all gradients are NaN or infinite. Most likely the loss is, "
-            "because of NaN or infinity in the data or a learning rate that "
-            "is too high; or gradients grow beyond float16 between layers. "
-            f"{ask}."
-        )
-    # A fault spreads from the output towards the input.
-    last = lost[-1] if lost else "?"
-    return (
-        f"{len(lost)} of {count} gradients are NaN or infinite, nearest the "
-        f'output that of {last!r}. Give its layer `dtype="float32"`, or '
-        f"lower the learning rate; {ask}."
-    )
 
 
 def check(optimizer: Any, limit: int) -> None:
@@ -86,30 +64,26 @@ def check(optimizer: Any, limit: int) -> None:
         return
     raise errors.LossScaleError(
         f"{idle(skips).capitalize()}: the gradients were not finite{where}.\n"
-        f"{_most_often(optimizer.overflow_counts)}\n{_advice()}"
+        f"{_what_to_do(optimizer.overflow_counts)}"
     )
 
 
-def _most_often(counts: Mapping[str, int]) -> str:
+def _what_to_do(counts: Mapping[str, int]) -> str:
+    """Names the variables that were not finite, and what to change."""
     # A fault spreads from the output towards the input. The counts are in the
     # order of the model and a sort is stable: of two variables with equal
     # counts the one nearer the output comes first.
     named = [(path, count) for path, count in counts.items() if count]
     named = sorted(reversed(named), key=lambda item: -item[1])
-    if not named:
-        return "No gradient was seen that was not finite by itself."
     lines = [
         f"  {path}: not finite in {count} skipped step(s)"
         for path, count in named[:_MOST_NAMED]
     ]
     if len(named) > _MOST_NAMED:
         lines.append(f"  and {len(named) - _MOST_NAMED} more")
-    return "\n".join(["Most often, nearest the output first:", *lines])
-
-
-def _advice() -> str:
     on_jax = keras.backend.backend() == "jax"
-    return _ADVICE.format(scope=_SCOPE if on_jax else "")
+    advice = _ADVICE.format(scope=_SCOPE if on_jax else "")
+    return "\n".join(["Most often, nearest the output first:", *lines, advice])
 
 
 # Other steps find the place of gradients themselves.

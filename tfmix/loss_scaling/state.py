@@ -165,13 +165,6 @@ class State:
             places = self._place_of(before.scale), self._place_of(after.scale)
             placing.tell(self, updated, *places)
 
-    def warn(self, applied: Any, bad: Any) -> None:
-        """Warns of the eighth skip in a row of an eager loop."""
-        # The line after an epoch of `fit` says more.
-        if applied is False and context_values.block.get().step is None:
-            in_a_row = int(on_host(self.held.consecutive_skips))
-            standstill.warn_of_eighth(self.name, self.paths, in_a_row, bad)
-
     def _place_of(self, scale: Any) -> Any:
         ratio = self.rule.current(scale) / self.rule.init()[0]
         return keras_variables.select(ratio < 1.0, ratio, ratio * placing.FREE)
@@ -200,6 +193,14 @@ class Counts:
             return {}
         numbers = on_host(counts).tolist()
         return dict(zip(self._state.paths, numbers, strict=True))
+
+    def warn(self, applied: Any) -> None:
+        """Warns of the eighth skip in a row of an eager loop."""
+        # The line after an epoch of `fit` says more.
+        if applied is False and context_values.block.get().step is None:
+            standstill.warn_of_eighth(
+                self._state.name, self.consecutive_skips, self.overflow_counts
+            )
 
     def _counted(self) -> Values:
         """Returns the variables, after all steps so far."""

@@ -25,13 +25,14 @@ def unscaled(original: Callable) -> Callable:
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         gates = context_values.block.get().gates
-        function = custom_vjp.with_rule(self) or self.fun
-        if gates is None or custom_vjp.is_linear(function):
+        if gates is None or custom_vjp.is_linear(
+            custom_vjp.users_function(self)
+        ):
             return original(self, *args, **kwargs)
         # What it calls has no say in its gradient.
         with context_values.holding(gates=None):
             if not gates.reach():
-                custom_vjp.say_scaled(function)
+                custom_vjp.say_scaled()
                 return original(self, *args, **kwargs)
             bound = inspect.signature(self.fun).bind(*args, **kwargs)
             bound.apply_defaults()
@@ -44,26 +45,15 @@ def unscaled(original: Callable) -> Callable:
 
 def _in_float32(function: Callable, args: tuple, gates: Any) -> Any:
     """Calls a function in float32; its result has the dtypes it would have."""
+    shapes, form = jax.tree.flatten(jax.eval_shape(lambda: function(*args)))
 
-    def of_floats(*floats: Any) -> Any:
-        return function(*_with(floats, args))
+    def of_floats(*floats: Any) -> list:
+        return jax.tree.leaves(function(*_with(floats, args)))
 
-    def backward(pull: Any, upstream: Any) -> tuple:
-        down = gates.down()
-        true = jax.tree.map(functools.partial(_times, down), upstream)
-        return tuple(_times(1 / down, x) for x in pull(true))
-
-    called = jax.custom_vjp(of_floats)
-    called.defvjp(functools.partial(jax.vjp, of_floats), backward)
-    found = called(
-        *map(tensors.to_float32, filter(_is_float, jax.tree.leaves(args)))
-    )
-    shapes = jax.eval_shape(lambda: function(*args))
-    return jax.tree.map(lambda x, like: x.astype(like.dtype), found, shapes)
-
-
-def _times(factor: Any, array: Any) -> Any:
-    return array * factor if _is_float(array) else array
+    wide = map(tensors.to_float32, filter(_is_float, jax.tree.leaves(args)))
+    found = gates.unscaled(of_floats, [*wide])
+    narrow = [x.astype(y.dtype) for x, y in zip(found, shapes, strict=True)]
+    return jax.tree.unflatten(form, narrow)
 
 
 def _with(floats: Iterable, nest: Any) -> Any:

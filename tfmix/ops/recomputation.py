@@ -56,7 +56,7 @@ def alike(original: Callable, block_as_now: Callable[[], Block]) -> Callable:
         if now.gates is None or is_linear:
             return original(function, args, kwargs)
         if not now.gates.reach():
-            custom_vjp.say_scaled(f)
+            custom_vjp.say_scaled()
             return original(function, args, kwargs)
         return _in_float32(original, function, args, kwargs)
 

@@ -8,7 +8,7 @@ import keras
 from keras import ops
 
 from tfmix._keras import kernels, replacing, variables
-from tfmix.optimizers import bits, eight_bit_slots, sixteen_bit_optimizer
+from tfmix.optimizers import bits, sixteen_bit_optimizer
 
 # A step may assign a variable more than once (weight decay, then the update,
 # then a constraint), and each assignment needs its own random bits.
@@ -46,41 +46,6 @@ class _StochasticView(variables.Float32View):
         self.stored.assign(stochastic(value, noise))
 
 
-class _StochasticRounding(sixteen_bit_optimizer.Float32Weights):
-    """Rounds the new value of every bfloat16 variable stochastically."""
-
-    def make(self) -> dict[int, keras.Variable]:
-        self.created: list[_StochasticView] = []
-        return super().make()
-
-    def make_one(self, variable: keras.Variable) -> _StochasticView:
-        dtype = keras.backend.standardize_dtype(variable.dtype)
-        if dtype != "bfloat16":
-            raise ValueError(
-                "BFloat16Optimizer rounds to bfloat16; updates of float16 "
-                f"variables need float32 masters. Received: variable "
-                f"{variable.path!r} of dtype {dtype!r}. Use the policy "
-                "'bfloat16', or MasterWeightOptimizer(optimizer) for float16."
-            )
-        draw = self.optimizer.draw_noise
-        view = _StochasticView(variable, len(self.created) + 1, draw)
-        self.created.append(view)
-        return view
-
-    @contextlib.contextmanager
-    def creating_slots(self) -> Iterator[None]:
-        """Makes the inner optimizer place its state beside the variables."""
-        with contextlib.ExitStack() as undo:
-            for view in self.created:
-                replacing.swap(undo, view, "colocating", True)
-            yield
-
-    def refresh(self) -> None:
-        """Starts the streams of random bits again, for a new step."""
-        for view in self.created:
-            view.assignments = 0
-
-
 @keras.saving.register_keras_serializable(package="tfmix")
 class BFloat16Optimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
     """Updates bfloat16 variables without float32 masters.
@@ -92,12 +57,11 @@ class BFloat16Optimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
     use `MasterWeightOptimizer(inner)`.
 
     Args:
-        inner_optimizer: A `keras.optimizers.Optimizer`, its name or config.
+        inner_optimizer: A `keras.optimizers.Optimizer`, its name or config. In
+            a `LowMemoryOptimizer` it keeps its state in 8 bits.
         seed: Integer of 31 bits that decides the stochastic rounding.
             Defaults to `None`: drawn from Python's `random`, which
             `keras.utils.set_random_seed` seeds.
-        slot_dtype: `"float32"`, or `"int8"` or a list of rules, as in
-            `LowMemoryOptimizer`. Defaults to `"float32"`.
         name: String. Defaults to the snake-case class name.
 
     Raises:
@@ -122,13 +86,33 @@ class BFloat16Optimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
         inner_optimizer: Any,
         *,
         seed: int | None = None,
-        slot_dtype: eight_bit_slots.Rules = "float32",
         name: str | None = None,
     ) -> None:
-        super().__init__(inner_optimizer, name, slot_dtype, seed, draws=True)
+        super().__init__(inner_optimizer, name)
+        self._add_seed(seed)
 
-    def make_float32_weights(
-        self, model_variables: sixteen_bit_optimizer.Variables
-    ) -> sixteen_bit_optimizer.Float32Weights:
-        """Creates the views; see `SixteenBitOptimizer`."""
-        return _StochasticRounding(self, model_variables)
+    def make_float32(self, variable: keras.Variable) -> _StochasticView:
+        """Creates a view; see `SixteenBitOptimizer`."""
+        dtype = keras.backend.standardize_dtype(variable.dtype)
+        if dtype != "bfloat16":
+            raise ValueError(
+                "BFloat16Optimizer rounds to bfloat16; updates of float16 "
+                f"variables need float32 masters. Received: variable "
+                f"{variable.path!r} of dtype {dtype!r}. Use the policy "
+                "'bfloat16', or MasterWeightOptimizer(optimizer) for float16."
+            )
+        stream = len(self._pairs) + 1
+        return _StochasticView(variable, stream, self.draw_noise)
+
+    @contextlib.contextmanager
+    def building(self) -> Iterator[None]:
+        """Makes the inner optimizer place its state beside the variables."""
+        with contextlib.ExitStack() as undo:
+            for _, view in self._pairs.values():
+                replacing.swap(undo, view, "colocating", True)
+            yield
+
+    def refresh(self) -> None:
+        """Starts the streams of random bits again, for a new step."""
+        for _, view in self._pairs.values():
+            view.assignments = 0

@@ -5,7 +5,7 @@ import contextlib
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -14,10 +14,6 @@ from keras import ops
 from tfmix._keras import optimizers, replacing, variables
 from tfmix.optimizers import eight_bit
 
-# `slot_dtype` is a dtype, or pairs of a pattern of paths and a dtype.
-Rules = str | Sequence[tuple[str, str]]
-INT8 = "int8"
-_DTYPES = "float32", INT8
 # Sums and averages over many steps stay in float32. So does state from which
 # weights are computed in each step, because rounding it would round them.
 _WIDE = ("average", "gradient_accumulator")
@@ -26,56 +22,15 @@ _WEIGHTS = {"ScheduleFreeAdamW": "momentum", "Ftrl": "linear"}
 _SECOND_MOMENTS = re.compile("velocity|accumul|norm|squared")
 # Variables with fewer elements save too little memory. Embeddings, which have
 # this in their paths, have gradients that differ most from row to row.
-_SMALL, _RARE = 4096, "embedding"
+SMALL, _RARE = 4096, "embedding"
 
 
-def check(slot_dtype: Rules) -> Rules:
-    """Checks the argument `slot_dtype`, and returns it in its saved form."""
-    if isinstance(slot_dtype, str):
-        if slot_dtype in _DTYPES:
-            return slot_dtype
-    elif isinstance(slot_dtype, list | tuple) and slot_dtype:
-        if all(map(_is_rule, slot_dtype)):
-            return [(pattern, dtype) for pattern, dtype in slot_dtype]
-    raise ValueError(
-        f"`slot_dtype` must be one of {list(_DTYPES)}, or a list of pairs of a "
-        "regular expression for variables' paths and 'float32' or 'int8': "
-        "[('head', 'float32'), ('.', 'int8')]. Received: slot_dtype="
-        f"{slot_dtype!r}."
-    )
-
-
-def _is_rule(rule: Any) -> bool:
-    if not isinstance(rule, list | tuple) or len(rule) != 2:
-        return False
-    try:
-        re.compile(rule[0])
-    except (TypeError, re.error):
-        return False
-    # `re.compile` also accepts patterns and bytes, which cannot be saved.
-    return isinstance(rule[0], str) and rule[1] in _DTYPES
-
-
-def has_eight_bits(slot_dtype: Rules) -> bool:
-    """Returns whether any state may be stored in 8 bits."""
-    if isinstance(slot_dtype, str):
-        return slot_dtype == INT8
-    return any(dtype == INT8 for _, dtype in slot_dtype)
-
-
-def keeps_float32(slot_dtype: Rules, variable: keras.Variable) -> bool:
-    """Returns whether the rules keep a variable's state in float32."""
-    size = math.prod(variable.shape)
-    if isinstance(slot_dtype, str):
-        # The names of the layer and the variable count, not the model's.
-        names = variable.path.split("/")[-2:]
-        return size < _SMALL or any(_RARE in name for name in names)
-    if not size:
-        return True
-    for pattern, dtype in slot_dtype:
-        if re.search(pattern, variable.path):
-            return dtype != INT8
-    return True
+def keeps_float32(variable: keras.Variable) -> bool:
+    """Returns whether a variable's state stays in float32."""
+    # The names of the layer and the variable count, not the model's.
+    names = variable.path.split("/")[-2:]
+    is_small = math.prod(variable.shape) < SMALL
+    return is_small or any(_RARE in name for name in names)
 
 
 def _stays_wide(optimizer: Any, name: str | None) -> bool:
@@ -91,8 +46,7 @@ def _check(optimizer: Any) -> None:
             "The state of RMSprop(centered=True) cannot be rounded: it "
             "subtracts the square of one moment from the other, and takes the "
             f"root. Received: inner_optimizer={optimizer.name!r}, with "
-            "centered=True. Write RMSprop(centered=False), or "
-            "slot_dtype='float32'."
+            "centered=True. Write RMSprop(centered=False)."
         )
     kind = type(optimizer)
     if kind.update_step.__module__.split(".")[0] != "keras":
@@ -100,7 +54,7 @@ def _check(optimizer: Any) -> None:
             "Only Keras's optimizers can have state in 8 bits: of others it is "
             "not known which moments are never negative. Received: "
             f"inner_optimizer={optimizer.name!r} of type {kind.__name__}, with "
-            "an `update_step` of its own. Leave out slot_dtype='int8'."
+            "an `update_step` of its own. Leave out LowMemoryOptimizer."
         )
 
 
@@ -115,41 +69,32 @@ def _code(optimizer: Any, name: str) -> eight_bit.Code:
 @contextlib.contextmanager
 def creating(
     optimizer: optimizers.Optimizer,
-    keeps_float32: Callable[[keras.Variable], bool],
     draw: Callable[[tuple[int, ...], int, Any], Any],
 ) -> Iterator[None]:
     """A context in which an optimizer that is built has its state in 8 bits.
 
     Args:
         optimizer: The optimizer.
-        keeps_float32: Function that returns whether the state of a variable
-            stays in float32.
         draw: Function of a shape, a stream and an offset of the seed; it
             returns the noise of the current step.
     """
     with contextlib.ExitStack() as undo:
-        created = [
-            (worker, _narrow(undo, worker, keeps_float32, draw))
-            for worker in optimizers.workers(optimizer)
-        ]
+        for worker in optimizers.workers(optimizer):
+            _narrow(undo, worker, draw)
         yield
-    for worker, slots in created:
-        _refuse_others(worker, slots)
 
 
 def _narrow(
     undo: contextlib.ExitStack,
     worker: Any,
-    keeps_float32: Callable[[keras.Variable], bool],
     draw: Callable[[tuple[int, ...], int, Any], Any],
-) -> list[keras.Variable]:
+) -> None:
     """Makes an optimizer round its state until a stack unwinds.
 
-    Returns:
-        A list to which the states will be added.
+    State that is not shaped like its variable, such as Adafactor's rows and
+    columns, stays in float32.
     """
     _check(worker)
-    created: list[keras.Variable] = []
     slots_of: collections.Counter[int] = collections.Counter()
     original = worker.add_variable_from_reference
 
@@ -160,28 +105,25 @@ def _narrow(
     ) -> keras.Variable:
         key = id(reference_variable)
         if _stays_wide(worker, name) or keeps_float32(reference_variable):
-            state = original(reference_variable, name, initializer)
-        else:
-            # Each slot of a variable is rounded with its own noise. Slots of
-            # different variables share theirs, so that one kernel serves all
-            # variables of a shape. Views use streams from 0 on.
-            slots_of[key] += 1
-            stream = -slots_of[key]
+            return original(reference_variable, name, initializer)
+        # Each slot of a variable is rounded with its own noise. Slots of
+        # different variables share theirs, so that one kernel serves all
+        # variables of a shape. Views use streams from 0 on.
+        slots_of[key] += 1
+        stream = -slots_of[key]
 
-            def noise(shape: tuple[int, ...], offset: Any) -> Any:
-                return draw(shape, stream, offset)
+        def noise(shape: tuple[int, ...], offset: Any) -> Any:
+            return draw(shape, stream, offset)
 
-            state = _make(
-                worker, reference_variable, name or "var", initializer, noise
-            )
-            # What the view stores is tracked already. Removing that from the
-            # list of tracked variables would stop TensorFlow from saving it.
-            optimizers.count_as_tracked(worker, state)
-        created.append(state)
+        state = _make(
+            worker, reference_variable, name or "var", initializer, noise
+        )
+        # What the view stores is tracked already. Removing that from the
+        # list of tracked variables would stop TensorFlow from saving it.
+        optimizers.count_as_tracked(worker, state)
         return state
 
     replacing.swap(undo, worker, "add_variable_from_reference", add)
-    return created
 
 
 def _make(
@@ -192,52 +134,28 @@ def _make(
     noise: Callable[[tuple[int, ...], Any], Any],
 ) -> "_Slot":
     shape, code = tuple(variable.shape), _code(worker, name)
-    first = keras.initializers.get(initializer)
-
-    def initializer_of(part: int) -> Any:
-        if isinstance(first, keras.initializers.Zeros):
-            # The codes of zeros are zeros. Encoding them would compile
-            # each operation.
-            return "zeros"
-
-        def initial(_: Any, dtype: Any = None) -> Any:
-            value = ops.cast(first(shape, "float32"), "float32")
-            return eight_bit.encode(value, code, eight_bit.NEAREST)[part]
-
-        return initial
-
     path = f"{variable.path.replace('/', '_')}_{name}"
     codes = worker.add_variable(
         shape=shape,
-        initializer=initializer_of(0),
+        initializer="zeros",
         dtype=code.dtype,
         name=path,
         **variables.placement(variable),
     )
     sizes = worker.add_variable(
         shape=eight_bit.blocks_shape(shape),
-        initializer=initializer_of(1),
+        initializer="zeros",
         dtype="float32",
         name=f"{path}_sizes",
         **variables.on_each_device(variable),
     )
-
-    return _Slot(codes, sizes, code, noise)
-
-
-def _refuse_others(worker: Any, created: list[keras.Variable]) -> None:
-    """Raises an error for state that is neither a slot nor a scalar."""
-    slots = [state for state in created if isinstance(state, _Slot)]
-    parts = [part for slot in slots for part in (slot.stored, slot.sizes)]
-    expected = {*map(id, created), *map(id, parts)}
-    for variable in worker.variables:
-        if tuple(variable.shape) and id(variable) not in expected:
-            raise ValueError(
-                "Optimizer state in 8 bits must be shaped like its variable. "
-                f"Received: inner_optimizer={type(worker).__name__}, with "
-                f"{variable.path!r} of shape {tuple(variable.shape)}. "
-                "Leave out slot_dtype='int8', or choose another optimizer."
-            )
+    slot = _Slot(codes, sizes, code, noise)
+    first = keras.initializers.get(initializer)
+    # The codes of zeros are zeros. Encoding them would compile each operation.
+    if not isinstance(first, keras.initializers.Zeros):
+        value = ops.cast(first(shape, "float32"), "float32")
+        slot.set(*eight_bit.encode(value, code, eight_bit.NEAREST))
+    return slot
 
 
 class _Slot(variables.Float32View):
@@ -266,6 +184,9 @@ class _Slot(variables.Float32View):
     def store(self, value: Any) -> None:
         """Stores a float32 tensor, rounded stochastically."""
         noise = functools.partial(self.noise, tuple(value.shape))
-        codes, sizes = eight_bit.encode(value, self.code, noise)
+        self.set(*eight_bit.encode(value, self.code, noise))
+
+    def set(self, codes: Any, sizes: Any) -> None:
+        """Sets what is stored."""
         self.stored.assign(codes)
         self.sizes.assign(sizes)

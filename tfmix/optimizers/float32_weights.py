@@ -9,7 +9,7 @@ import numpy as np
 from keras import ops
 
 from tfmix import _arguments
-from tfmix._keras import layers, optimizers, replacing, variables
+from tfmix._keras import optimizers, replacing, variables
 from tfmix.optimizers import sixteen_bit_optimizer
 
 
@@ -27,12 +27,11 @@ def export_float32(model: keras.Model, path: Any = None) -> list[np.ndarray]:
     Returns:
         A list of arrays on the host, in the order of `model.weights`. You can
         pass it to `set_weights` of the same model in float32. Weights that
-        are not 16-bit keep their dtype.
+        are not 16-bit, such as a quantized layer's, keep their dtype.
 
     Raises:
         TypeError: If `model` is not a Keras model.
-        ValueError: If the model is not built, or has quantized layers, whose
-            weights are not floats.
+        ValueError: If the model is not built.
 
     Examples:
         >>> model = keras.Sequential([keras.layers.Dense(1, dtype="bfloat16")])
@@ -41,7 +40,6 @@ def export_float32(model: keras.Model, path: Any = None) -> list[np.ndarray]:
         ['float32', 'float32']
     """
     _check_model(model)
-    _refuse_quantized(model)
     owner = sixteen_bit_optimizer.owner(getattr(model, "optimizer", None))
     values = []
     for value in model.weights:
@@ -104,22 +102,6 @@ def _check_model(model: keras.Model) -> None:
         raise ValueError(
             "The model has no weights yet. Received: model="
             f"{model.name!r}. Call it on a batch, or model.build(shape)."
-        )
-
-
-def _refuse_quantized(model: keras.Model) -> None:
-    """Raises an error for quantized layers, which have other weights."""
-    modes = {
-        layer.path: layer.quantization_mode
-        for layer in layers.flat_layers(model)
-        if layer.quantization_mode is not None
-    }
-    if modes:
-        raise ValueError(
-            "Weights in float32 are for a model of float layers, and quantized "
-            f"layers hold integers and scales. Received: a model with {modes}. "
-            "Save it as it is with `model.save`, or export its weights before "
-            "`quantize`."
         )
 
 

@@ -1,17 +1,10 @@
 """`MasterWeightOptimizer` keeps float32 masters of 16-bit variables."""
 
-from typing import Any
-
 import keras
 from keras import ops
 
 from tfmix._keras import optimizers, variables
-from tfmix.optimizers import (
-    bits,
-    eight_bit_slots,
-    flat,
-    sixteen_bit_optimizer,
-)
+from tfmix.optimizers import bits, sixteen_bit_optimizer
 
 
 @keras.saving.register_keras_serializable(package="tfmix")
@@ -30,20 +23,12 @@ class MasterWeightOptimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
     loading a file for example, the next step updates the masters.
 
     Args:
-        inner_optimizer: A `keras.optimizers.Optimizer`, its name or config.
-        flat: Boolean. Joins the masters into one vector per dtype: one update
-            instead of one per variable. For element-wise optimizers only, and
-            without 8-bit state.
-            Defaults to `False`.
-        slot_dtype: `"float32"`, or `"int8"` or a list of rules, as in
-            `LowMemoryOptimizer`. Defaults to `"float32"`.
-        seed: Integer of 31 bits that decides how 8-bit state is rounded.
-            Defaults to `None`: drawn from Python's `random`.
+        inner_optimizer: A `keras.optimizers.Optimizer`, its name or config. In
+            a `LowMemoryOptimizer` it keeps its state in 8 bits.
         name: String. Defaults to the snake-case class name.
 
     Raises:
-        ValueError: If an argument is wrong or, when built, if `flat` does not
-            fit the optimizer or the variables.
+        ValueError: If `inner_optimizer` is built, or scales the loss.
         TypeError: If `inner_optimizer` is not an optimizer.
 
     Examples:
@@ -56,50 +41,10 @@ class MasterWeightOptimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
         0.9921875
     """
 
-    # This is a class attribute, so that setting it does not reach an inner
-    # optimizer with an attribute of the same name.
-    flat = False
-
-    def __init__(
-        self,
-        inner_optimizer: Any,
-        *,
-        flat: bool = False,
-        slot_dtype: eight_bit_slots.Rules = "float32",
-        seed: int | None = None,
-        name: str | None = None,
-    ) -> None:
-        if not isinstance(flat, bool):
-            raise TypeError(
-                f"`flat` must be True or False. Received: flat={flat!r}."
-            )
-        if flat and slot_dtype != "float32":
-            raise ValueError(
-                "flat=True joins variables, and 8-bit state is chosen for each "
-                f"of them. Received: flat=True, slot_dtype={slot_dtype!r}. "
-                "Leave out one of the two."
-            )
-        super().__init__(inner_optimizer, name, slot_dtype, seed)
-        self.flat = flat
-
-    def make_float32_weights(
-        self, model_variables: sixteen_bit_optimizer.Variables
-    ) -> sixteen_bit_optimizer.Float32Weights:
-        """Creates the masters; see `SixteenBitOptimizer`."""
-        kind = flat.FlatMasters if self.flat else _PerVariableMasters
-        return kind(self, model_variables)
-
-    def get_config(self) -> dict:
-        """Returns the settings `from_config` needs."""
-        return super().get_config() | {"flat": self.flat}
-
-
-class _PerVariableMasters(sixteen_bit_optimizer.Float32Weights):
-    """Keeps a float32 variable behind every 16-bit one."""
-
-    def make_one(self, variable: keras.Variable) -> keras.Variable:
+    def make_float32(self, variable: keras.Variable) -> keras.Variable:
+        """Creates a master; see `SixteenBitOptimizer`."""
         master = optimizers.add_variable(
-            self.optimizer,
+            self,
             shape=variable.shape,
             initializer=lambda shape, dtype: ops.cast(variable.value, dtype),
             dtype="float32",
@@ -109,10 +54,11 @@ class _PerVariableMasters(sixteen_bit_optimizer.Float32Weights):
         return variables.adopt(master, variable)
 
     def refresh(self) -> None:
-        for variable in self.narrow:
-            master = self.target(variable)
+        """Updates masters of variables that were assigned meanwhile."""
+        for variable, master in self._pairs.values():
             master.assign(bits.refresh_master(master, variable))
 
     def write_back(self) -> None:
-        for variable in self.narrow:
-            variable.assign(ops.cast(self.target(variable), variable.dtype))
+        """Rounds the masters into the model's variables."""
+        for variable, master in self._pairs.values():
+            variable.assign(ops.cast(master, variable.dtype))

@@ -1,4 +1,4 @@
-"""Checks a step once, and chooses once: applied or skipped, as a whole.
+"""Unscales and checks gradients, and applies the step or skips it.
 
 TensorFlow's graphs use a conditional, which saves the work of a skipped step.
 Under XLA and JAX each value is selected as soon as it is assigned. An update
@@ -7,6 +7,7 @@ host.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -21,12 +22,18 @@ from tfmix._keras import (
     tracing,
 )
 from tfmix._keras import variables as keras_variables
-from tfmix.step import gradients, replicas
+from tfmix.ops import tensors
+from tfmix.step import replicas
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 else:
     import jax
+    from jax.experimental import sparse
+
+# Operations that only explain why a gradient is not finite run for gradients of
+# at most this size. XLA fuses them, so it has no limit.
+_SMALL = 4096
 
 
 def all_finite(tensors: Any) -> Any:
@@ -50,12 +57,10 @@ def all_finite(tensors: Any) -> Any:
         False
     """
     leaves = [
-        ops.convert_to_tensor(leaf) if gradients.values(leaf) is leaf else leaf
+        ops.convert_to_tensor(leaf) if values(leaf) is leaf else leaf
         for leaf in tree.flatten(tensors)
         if leaf is not None
     ]
-    if not leaves:
-        return ops.convert_to_tensor(True)
     return ops.logical_not(ops.any(not_finite(leaves)))
 
 
@@ -95,7 +100,7 @@ def is_finite(tensor: Any) -> Any:
     if dtype.startswith("complex"):
         parts = ops.real(tensor), ops.imag(tensor)
         return ops.logical_and(*map(is_finite, parts))
-    if not gradients.is_float(tensor):
+    if not is_float(tensor):
         return ops.convert_to_tensor(True)
     return ops.all(ops.isfinite(tensor))
 
@@ -104,17 +109,17 @@ def _is_apart(tensor: Any) -> bool:
     """Returns whether no kernel can read a tensor together with others."""
     if tensor is None or None in tensor.shape:
         return True
-    return not gradients.is_float(tensor)
+    return not is_float(tensor)
 
 
 def _dense(tensor: Any) -> Any:
     """Returns a dense tensor unchanged, and a number for a sparse one."""
-    values = gradients.values(tensor)
-    if values is tensor:
+    found = values(tensor)
+    if found is tensor:
         return tensor
     # The optimizer sums the values of a row. No partial sum exceeds the sum of
     # all magnitudes.
-    return ops.sum(ops.abs(gradients.widened(values)))
+    return ops.sum(ops.abs(widened(found)))
 
 
 def apply_step(
@@ -125,8 +130,8 @@ def apply_step(
     *,
     assigned: Sequence,
     counters: Sequence,
-    count: Callable[[Any, Any, list, list], None],
-    unscale: Callable[[Sequence, Sequence], list] = gradients.in_float32,
+    count: Callable[[Any, Any, list], None],
+    scale: Any = None,
     checks_unscaled: bool = False,
 ) -> Any:
     """Sums gradients over replicas, checks them, and updates or skips.
@@ -141,9 +146,10 @@ def apply_step(
         assigned: All variables that `update` may assign to.
         counters: The variables that `count` may assign to besides.
         count: Gets whether the step was applied, a flag for each variable of
-            the optimizer whose gradient was not finite, the unscaled gradients,
-            and the summed ones.
-        unscale: Turns summed gradients into unscaled float32 ones.
+            the optimizer whose gradient was not finite, and the gradients,
+            summed over replicas.
+        scale: The loss scale by which gradients are divided; `None` if they
+            are unscaled already.
         checks_unscaled: Whether unscaled gradients may be infinite where the
             summed ones are not.
 
@@ -157,16 +163,16 @@ def apply_step(
         # only cost time.
         context_values.holding(rules=context_values.NO_RULES),
     ):
-        unscaled = unscale(summed, variables)
+        true = unscaled(summed, variables, scale)
         local = [*map(keras_variables.local, variables)]
-        checked = gradients.narrow_if_dense(summed, unscaled)
+        # Fewer bytes are read before 16-bit gradients become float32.
         applied, bad = apply_if_finite(
-            unscaled if checks_unscaled else checked,
-            functools.partial(update, unscaled, local),
+            true if checks_unscaled else summed,
+            functools.partial(update, true, local),
             assigned,
         )
         bad = by_variable(bad, optimizer, variables)
-        count(applied, bad, unscaled, summed)
+        count(applied, bad, summed)
     return applied
 
 
@@ -292,6 +298,136 @@ def _known(condition: Any) -> Any:
     if isinstance(condition, bool):
         return condition
     return condition if tracing.is_symbolic(condition) else bool(condition)
+
+
+def unscaled(grads: Sequence, variables: Sequence, scale: Any = None) -> list:
+    """Returns gradients, dense or sparse, in float32, divided by the scale.
+
+    A value that overwrites its variable stays unchanged.
+
+    Args:
+        grads: The gradients; `None` where there is none.
+        variables: The variable of each.
+        scale: The loss scale; `None` if they are unscaled already.
+    """
+
+    # All gradients share the scalars, because each operation takes time to
+    # compile.
+    @functools.cache
+    def reciprocal(dtype: Any) -> Any:
+        return 1.0 / ops.cast(scale, dtype)
+
+    def divided(tensor: Any) -> Any:
+        # XLA repeats a product in every kernel that reads it, where a division
+        # gets a kernel and a tensor of its own. It is exact for powers of two;
+        # otherwise the product rounds once more.
+        return tensor * reciprocal(tensor.dtype)
+
+    def true(gradient: Any, variable: Any) -> Any:
+        if gradient is None or keras_variables.is_overwritten(variable):
+            return gradient
+        wide = widened(gradient)
+        return wide if scale is None else _on_values(divided, wide)
+
+    return [*map(true, grads, variables)]
+
+
+def without_infinities(tensor: Any) -> Any:
+    """Returns a float tensor, dense or sparse, with NaN for infinity."""
+    return _on_values(
+        lambda values: ops.where(ops.isfinite(values), values, float("nan")),
+        tensor,
+    )
+
+
+def _on_values(function: Callable[[Any], Any], tensor: Any) -> Any:
+    if values(tensor) is tensor:
+        return function(tensor)
+    if keras.backend.backend() == "jax":
+        parts = function(tensor.data), tensor.indices
+        return type(tensor)(parts, shape=tensor.shape)
+    found = function(tensor.values)
+    return type(tensor)(found, tensor.indices, tensor.dense_shape)
+
+
+def widened(gradient: Any) -> Any:
+    """Returns a gradient, dense or sparse, in float32 if it was 16-bit."""
+    narrow = keras_variables.is_narrow(gradient)
+    return _on_values(tensors.to_float32, gradient) if narrow else gradient
+
+
+def keep_overflow_visible(gradients: Sequence) -> list[bool]:
+    """Returns which gradients say why they are not finite.
+
+    `blames_data` reads that from them. A model's gates return NaN for all
+    gradients if an incoming gradient was not finite. An overflow inside leaves
+    as infinity, or, in the other gradients, as it was computed. TensorFlow's
+    own kernels would read each gradient once more for it.
+
+    Args:
+        gradients: The gradients of a model's variables, at least one.
+    """
+    if tracing.by_xla():
+        return [True] * len(gradients)
+    sizes = [x.shape.num_elements() for x in gradients]
+    small = [size is None or size <= _SMALL for size in sizes]
+    return small if any(small) else [True] * len(gradients)
+
+
+def is_small(gradient: Any) -> bool:
+    """Returns whether a gradient is known to hold few numbers."""
+    size = gradient.shape.num_elements()
+    return size is not None and size <= _SMALL
+
+
+def blames_data(
+    gradients: Sequence, variables: Sequence, both: Callable
+) -> Any:
+    """Returns whether gradients are not finite because the loss was not.
+
+    One number of a gradient that shows the reason is enough.
+
+    Args:
+        gradients: Gradients of a model that scales them; `None` where there is
+            none.
+        variables: The variable of each.
+        both: Function of what the first and the last gradient say.
+
+    Returns:
+        Boolean scalar tensor; `False` if there is no gradient.
+    """
+    numbers = [
+        values(gradient)
+        for gradient, variable in zip(gradients, variables, strict=True)
+        if not (gradient is None or keras_variables.is_overwritten(variable))
+    ]
+    numbers = [value for value in numbers if 0 not in tuple(value.shape)]
+    says_why = keep_overflow_visible(numbers)
+    numbers = [*itertools.compress(numbers, says_why)]
+    if not numbers:
+        return False
+    # The first variable gets gradients from everything after it. The last one
+    # may belong to the one head whose loss is not finite. Scalars fuse with the
+    # update of the rule, so they add no kernel. If the gradient were flattened
+    # first, a TPU would copy all of it.
+    first, last = (
+        ops.isnan(ops.reshape(value[(slice(1),) * len(value.shape)], ()))
+        for value in (numbers[0], numbers[-1])
+    )
+    return both(first, last)
+
+
+def is_float(tensor: Any) -> bool:
+    """Returns whether a tensor or variable holds real floats."""
+    dtype = keras.backend.standardize_dtype(tensor.dtype)
+    return keras.backend.is_float_dtype(dtype)
+
+
+def values(tensor: Any) -> Any:
+    """Returns the values of a sparse tensor, and a dense one unchanged."""
+    if keras.backend.backend() == "jax":
+        return tensor.data if isinstance(tensor, sparse.BCOO) else tensor
+    return tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor
 
 
 def _flags(grads: list) -> Any:

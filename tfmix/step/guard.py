@@ -1,15 +1,14 @@
 """Undoes what a bad batch has written in a train step, or in a call.
 
 Each `apply` in a step, of any optimizer, reports to the record of the step.
-Counters say what it did, since every branch of a conditional reaches them. They
-are those of the model's optimizer. A step of the user's own may use others, so
-TensorFlow counts all reports in it. Under JAX a step is a function of its
-state, of which only the optimizer's own counters are a part.
+Keras's own step has one, whose result decides. A step of the user's own may
+have others, in branches of a conditional, which TensorFlow counts in a
+variable. Under JAX a step is a function of its state, of which only the
+counters of the model's optimizer are a part.
 """
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -25,11 +24,10 @@ from tfmix._keras import (
     layers,
     optimizers,
     replacing,
-    tracing,
     training,
 )
 from tfmix._keras import variables as keras_variables
-from tfmix.step import finite, gradients, replicas
+from tfmix.step import finite, replicas
 
 
 def guard(model: keras.Model) -> keras.Model:
@@ -49,8 +47,9 @@ def guard(model: keras.Model) -> keras.Model:
     skip, statistics and metrics that were finite stay finite.
 
     Under a 16-bit tfmix policy, `compile` does this for you. Any other model
-    needs `compile(LossScaleOptimizer(optimizer, loss_scale=NoLossScale()))`. An
-    applied step pays for one read of the guarded variables.
+    needs `compile(LossScaleOptimizer(optimizer, loss_scale=NoLossScale()))`,
+    and `guard` again after it is loaded from a file. An applied step pays for
+    one read of the guarded variables.
 
     Args:
         model: A `keras.Model`, compiled or not. Its own `train_step` is kept
@@ -103,34 +102,6 @@ def attach(model: keras.Model, *, asked_for: bool | None = None) -> None:
     model.train_function = None
 
 
-# Stands in files as the name of the class `Guarded`.
-_IMPORT = "LossScaleOptimizer of tfmix (write `import tfmix` first)"
-
-
-@keras.saving.register_keras_serializable("tfmix")
-class Guarded:
-    """Records in a model's file that it was guarded, for its `compile`.
-
-    Args:
-        alone: Boolean, whether the model has no record of a policy, and so
-            computes as before. Defaults to `False`.
-    """
-
-    def __init__(self, alone: bool = False) -> None:
-        self.alone = alone
-
-    def get_config(self) -> dict[str, bool]:
-        """Returns the constructor's arguments."""
-        return {"alone": self.alone}
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, bool]) -> "Guarded":
-        """Creates it from a file, whose model is compiled next."""
-        # Keras's own `compile` does not know it.
-        replacing.want(replacing.COMPILE, True)
-        return cls(**config)
-
-
 class Outcome(NamedTuple):
     """The outcome of a step: booleans, or boolean scalar tensors.
 
@@ -156,7 +127,7 @@ class Step:
         watched: The `id`s of what a guard restores if the step is skipped.
         updated: The `id`s of the variables that an `apply` got.
         scaled: The `id`s of the optimizers that scaled a loss.
-        has_reported: Whether any `apply` has reported.
+        applied: What the last `apply` reported; `None` if there was none.
     """
 
     model: keras.Model
@@ -165,7 +136,24 @@ class Step:
     watched: frozenset[int] = frozenset()
     updated: set[int] = dataclasses.field(default_factory=set)
     scaled: set[int] = dataclasses.field(default_factory=set)
-    has_reported: bool = False
+    applied: Any = None
+
+    def outcome(self, before: list, after: list) -> Outcome:
+        """Returns what the step did.
+
+        Args:
+            before: The counts of `applied` and skipped `apply`s before a step
+                of the user's own.
+            after: Those after it. An unwrapped optimizer counts no skipped
+                steps, so a skip cannot be known (JAX).
+        """
+        if self.applied is None:
+            return Outcome(False, False)
+        if not self.is_own:
+            return Outcome(self.applied, ops.logical_not(self.applied))
+        pairs = zip(before, after, strict=True)
+        applied, *skipped = (ops.not_equal(*pair) for pair in pairs)
+        return Outcome(applied, *(skipped or [False]))
 
 
 def current_step() -> Step | None:
@@ -199,7 +187,7 @@ def report(applied: Any) -> None:
     """
     if (step := current_step()) is None:
         return
-    step.has_reported = True
+    step.applied = applied
     if step.counter is not None:
         step.counter.add(applied)
 
@@ -239,36 +227,6 @@ class Counter:
         )
 
 
-def _counters(optimizer: Any) -> list[keras.Variable]:
-    """Lists the variables that count an optimizer's applied, skipped steps."""
-    if optimizer is None:
-        return []
-    skips = getattr(optimizer, "skips", None)
-    applies = optimizers.applies(optimizer)
-    return [applies] if skips is None else [applies, skips]
-
-
-def outcome_from_counters(step: Step, before: list, after: list) -> Outcome:
-    """Returns what a step did, from the counts before and after it.
-
-    An unwrapped optimizer counts no skipped steps, so a skip in a user's own
-    step cannot be known (JAX).
-    """
-    if not step.has_reported:
-        return Outcome(False, False)
-    last_applied = getattr(step.model.optimizer, "last_step_applied", None)
-    if last_applied is not None and not step.is_own:
-        # This needs no count from before the step, which XLA would copy.
-        applied = last_applied()
-        return Outcome(applied, ops.logical_not(applied))
-    applied, *skipped = (
-        ops.not_equal(*pair) for pair in zip(before, after, strict=True)
-    )
-    if not skipped:
-        skipped = [False if step.is_own else ops.logical_not(applied)]
-    return Outcome(applied, skipped[0])
-
-
 class _Guard:
     """The guard of one model, which wraps its methods."""
 
@@ -282,7 +240,6 @@ class _Guard:
             if on_tensorflow
             else self._on_jax,
             "get_metrics_result": self._metrics_result,
-            "get_compile_config": self._compile_config,
         }
         if on_tensorflow:
             self.wrappers |= {files.CHILDREN: self._children}
@@ -296,20 +253,13 @@ class _Guard:
             for variable in watched
         }
 
-        counters = _counters(self._model.optimizer)
-
-        def read_counters() -> list:
-            if step.is_own and step.counter is not None:
-                return step.counter.read()
-            with replicas.one_replica(counters):
-                return [*map(keras_variables.read, counters)]
-
         # A model, or a metric, may be built in its first step.
         with keras_variables.noting_new(before), self._step(watched) as step:
-            counts = read_counters()
+            read = step.counter.read if step.is_own and step.counter else list
+            counts = read()
             logs = original(*args, **kwargs)
-            outcome = outcome_from_counters(step, counts, read_counters())
-        return self._put_back(step, outcome, before, logs)
+            after = read()
+        return self._put_back(step, step.outcome(counts, after), before, logs)
 
     def _on_jax(self, original: Callable, *args: Any, **kwargs: Any) -> tuple:
         model = self._model
@@ -329,13 +279,13 @@ class _Guard:
             mapping += zip(group, new, strict=True)
             before |= zip(map(id, group), old, strict=True)
 
-        counters = _counters(model.optimizer)
+        skips = getattr(model.optimizer, "skips", None)
+        counters = [optimizers.applies(model.optimizer)]
+        counters += [] if skips is None else [skips]
         with keras.StatelessScope(state_mapping=mapping) as scope:
             value = scope.get_current_value
             counts = [before[id(counter)] for counter in counters]
-            outcome = outcome_from_counters(
-                step, counts, [*map(value, counters)]
-            )
+            outcome = step.outcome(counts, [*map(value, counters)])
             logs = self._put_back(step, outcome, before, logs)
         return logs, tuple([*map(value, group)] for group in groups)
 
@@ -353,8 +303,8 @@ class _Guard:
         new = Step(self._model, is_own, counter, ids)
         with context_values.holding(step=new):
             yield new
-        if outside is not None:
-            outside.has_reported = outside.has_reported or new.has_reported
+        if outside is not None and outside.applied is None:
+            outside.applied = new.applied
 
     def _put_back(
         self,
@@ -380,60 +330,31 @@ class _Guard:
                 [(keras_variables.local(v), before[id(v)]) for v in known]
             )
 
+        applied, skipped = outcome
         watched = pairs(v for v in self._watched() if id(v) not in step.updated)
         with replicas.one_replica(self._model.metrics_variables):
-            if step.is_own:
-                keeps_metrics = self._undo_users_step(outcome, watched, pairs)
-            else:
-                # The step's only `apply` decides.
-                keeps_metrics = ops.logical_not(outcome.skipped)
-                finite.restore_unless(keeps_metrics, watched)
-            return self._logs(keeps_metrics, logs)
-
-    def _undo_users_step(
-        self, outcome: Outcome, watched: list, pairs: Callable
-    ) -> Any:
-        """Undoes what a user's step wrote although every `apply` was skipped.
-
-        Args:
-            outcome: What its `apply`s did.
-            watched: The variables that a skipped step must not change, each
-                with its value before the step.
-            pairs: Returns such pairs for given variables.
-
-        Returns:
-            Whether the metrics keep their new values.
-        """
-        applied, skipped = outcome
-        of_layers = [
-            pairs(
-                filter(keras_variables.is_state, layer.non_trainable_variables)
+            stays = ops.logical_not(skipped)
+            if not step.is_own:
+                finite.restore_unless(stays, watched)
+                return self._logs(stays, logs)
+            every_applied = ops.logical_and(applied, stays)
+            stays = ops.logical_or(applied, stays)
+            finite.restore_unless(stays, _values_to_restore(watched))
+            # Without an `apply`, and where only some skip, a batch is only
+            # known to be bad if something became NaN. Sums of gradients that it
+            # has made NaN stay NaN, so that the later `apply` skips them and
+            # counts that.
+            statistics = pairs(
+                variable
+                for layer in self._model.layers
+                for variable in layer.non_trainable_variables
+                if keras_variables.is_state(variable)
             )
-            for layer in self._model.layers
-        ]
-        lost = [_any_lost(of_layer) for of_layer in of_layers]
-        reported = pairs(self._reported())
-        metrics_lost = _any_lost(reported)
-        every = [skipped, metrics_lost, *lost]
-        is_bad = functools.reduce(ops.logical_or, every)
-        # Without an `apply`, a batch is only known to be bad if something
-        # became NaN. Sums of gradients that it has made NaN stay NaN, so
-        # that the later `apply` skips them and counts that.
-        only_skipped = ops.logical_and(skipped, ops.logical_not(applied))
-        finite.restore_unless(
-            ops.logical_not(only_skipped), _values_to_restore(watched)
-        )
-        keeps_new = ops.logical_or(applied, ops.logical_not(is_bad))
-        for of_layer, is_lost in zip(of_layers, lost, strict=True):
-            keeps_layer = ops.logical_and(keeps_new, ops.logical_not(is_lost))
-            finite.restore_unless(keeps_layer, of_layer)
-        # One of several optimizers may have skipped.
-        loses_metrics = ops.logical_and(metrics_lost, skipped)
-        keeps_metrics = ops.logical_and(
-            keeps_new, ops.logical_not(loses_metrics)
-        )
-        finite.restore_unless(keeps_metrics, reported)
-        return keeps_metrics
+            finite.restore_unless(_none_lost(statistics), statistics)
+            reported = pairs(self._reported())
+            shown = ops.logical_or(every_applied, _none_lost(reported))
+            finite.restore_unless(shown, reported)
+            return self._logs(ops.logical_and(stays, shown), logs)
 
     def _logs(self, stays: Any, logs: Any) -> Any:
         """Returns the logs of a step: the metrics without a skipped one.
@@ -456,7 +377,7 @@ class _Guard:
         def chosen(own: Any, without: Any) -> Any:
             # Outside of compiled steps, Keras 3.12 has made numbers of them.
             own = ops.convert_to_tensor(own)
-            if gradients.is_float(own):
+            if finite.is_float(own):
                 # This is NaN in a skipped step, and no other makes one.
                 share = ops.cast(has_own, own.dtype)
                 own = ops.where(has_own, own, 0.0) / share
@@ -505,20 +426,6 @@ class _Guard:
 
         return files.children(original, used, *args, **kwargs)
 
-    def _compile_config(self, original: Callable) -> Any:
-        """Notes in a saved model that it was guarded."""
-        config = original()
-        optimizer = (config or {}).get("optimizer")
-        name = isinstance(optimizer, dict) and optimizer["class_name"]
-        if name != "LossScaleOptimizer":
-            return config
-        record = replacing.part(self._model, replacing.RULES)
-        guarded = Guarded(alone=record is None)
-        saved = keras.saving.serialize_keras_object(guarded)
-        # Keras imports no package for a file. It finds registered names, and
-        # its error shows the first class that it does not find: this one.
-        return {"guarded": {**saved, "class_name": _IMPORT}, **config}
-
 
 def _values_to_restore(pairs: list) -> list:
     """Returns the values that a skipped step of the user's own restores.
@@ -527,12 +434,12 @@ def _values_to_restore(pairs: list) -> list:
     before the step, the group is lost: the zeros that the step has written
     stay, and so do its integers, such as the number of batches.
     """
-    floats = [old for _, old in pairs if gradients.is_float(old)]
+    floats = [old for _, old in pairs if finite.is_float(old)]
     begins_lost = ops.logical_not(finite.all_finite(floats))
 
     def mended(variable: Any, old: Any) -> Any:
         new = keras_variables.read(variable)
-        stays = _is_lost(new, old) if gradients.is_float(old) else begins_lost
+        stays = _is_lost(new, old) if finite.is_float(old) else begins_lost
         return keras_variables.select(stays, new, old)
 
     return [(variable, mended(variable, old)) for variable, old in pairs]
@@ -548,9 +455,8 @@ def statistics_kept_finite(
     own loop, tfmix does not know when a step ends.
 
     If a float variable that is not trained was finite before the block and is
-    not after it, all of these variables get their old values. Under XLA, in a
-    step of Keras's own, only that number is restored, because the guard undoes
-    the whole step if gradients are not finite.
+    not after it, all of these variables get their old values. Those that a
+    guard watches are left to it.
 
     Args:
         model: The model.
@@ -565,41 +471,31 @@ def statistics_kept_finite(
     unlisted = layers.unlisted_variables(model)
     variables = [*model.non_trainable_variables, *unlisted]
     step = current_step()
-    if step is not None and step.is_own:
-        # The guard restores the others.
-        variables = [v for v in variables if id(v) not in step.watched]
+    # The guard restores the variables that it watches.
+    watched = frozenset() if step is None else step.watched
     before = [
         (
             keras_variables.local(keras_variables.stored(v)),
             keras_variables.read(v),
         )
         for v in filter(keras_variables.is_state, variables)
+        if id(v) not in watched
     ]
     yield
-    one_by_one = step is not None and not step.is_own and tracing.by_xla()
     with replicas.one_replica([]):
         written = finite.written(before)
-        if written and not one_by_one:
-            stays = ops.logical_not(_any_lost(written))
-            finite.restore_unless(stays, written)
-            return
-        for variable, old in written:
-            # This is fused with the kernel that computes the value.
-            if gradients.is_float(old):
-                new = keras_variables.read(variable)
-                lost = _is_lost(old, new)
-                variable.assign(keras_variables.select(lost, old, new))
+        finite.restore_unless(_none_lost(written), written)
 
 
-def _any_lost(written: list) -> Any:
-    """Returns whether a number was finite and is not any more.
+def _none_lost(written: list) -> Any:
+    """Returns whether all numbers that were finite are finite still.
 
     Args:
         written: Variables, each with its value before.
     """
-    floats = [(v, old) for v, old in written if gradients.is_float(old)]
+    floats = [(v, old) for v, old in written if finite.is_float(old)]
     if not floats:
-        return False
+        return True
     new = [keras_variables.read(variable) for variable, _ in floats]
     old = [value for _, value in floats]
 
@@ -608,8 +504,7 @@ def _any_lost(written: list) -> Any:
         return ops.logical_not(ops.any(ops.stack([*map(ops.any, lost)])))
 
     # Nearly every step ends here.
-    stays = finite.either(finite.all_finite(new), none_lost)
-    return ops.logical_not(stays)
+    return finite.either(finite.all_finite(new), none_lost)
 
 
 def _is_lost(old: Any, new: Any) -> Any:

@@ -16,7 +16,6 @@ import keras
 
 from tfmix._keras import optimizers, tracing
 from tfmix._keras import variables as keras_variables
-from tfmix.step import gradients
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
@@ -112,7 +111,7 @@ def sum_gradients(grads: Sequence, variables: Sequence) -> list:
 
 def _gathered(gradient: Any) -> Any:
     # TensorFlow gathers sparse rows, but none in bfloat16.
-    if gradients.is_sparse(gradient) and gradient.dtype == tf.bfloat16:
+    if isinstance(gradient, tf.IndexedSlices) and gradient.dtype == tf.bfloat16:
         return tf.cast(gradient, tf.float32)
     return gradient
 

@@ -224,18 +224,16 @@ def test_wrong_arguments_are_refused(model, rows, given, message):
 ADAM = keras.optimizers.Adam
 MASTERS = tfmix.optimizers.MasterWeightOptimizer
 ROUNDED = tfmix.optimizers.BFloat16Optimizer
-CODED = {"slot_dtype": "int8"}
+LOW = tfmix.optimizers.LowMemoryOptimizer
 # Ways to train, with functions that create the optimizer.
 WAYS = {
     "float32": ADAM,
     "mixed_float16": ADAM,
-    "mixed_bfloat16, 8-bit state": lambda: tfmix.optimizers.LowMemoryOptimizer(
-        ADAM()
-    ),
+    "mixed_bfloat16, 8-bit state": lambda: LOW(ADAM()),
     "float16": lambda: MASTERS(ADAM()),
-    "float16, 8-bit state": lambda: MASTERS(ADAM(), **CODED),
+    "float16, 8-bit state": lambda: MASTERS(LOW(ADAM())),
     "bfloat16, no masters": lambda: ROUNDED(ADAM()),
-    "bfloat16, no masters, 8-bit state": lambda: ROUNDED(ADAM(), **CODED),
+    "bfloat16, no masters, 8-bit state": lambda: ROUNDED(LOW(ADAM())),
 }
 
 
@@ -293,7 +291,7 @@ LEAST = "bfloat16, no masters, 8-bit state"
             "v5e",
             LEAST,
             LEAST,
-            'BFloat16Optimizer(optimizer, slot_dtype="int8")',
+            "BFloat16Optimizer(tfmix.optimizers.LowMemoryOptimizer(optimizer))",
         ),
     ],
 )

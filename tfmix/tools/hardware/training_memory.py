@@ -13,10 +13,9 @@ from tfmix.tools.hardware import target as targets
 
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 _ADAMS = 2  # the moments of a weight, for a model without an optimizer
-_MASTERS = "tfmix.optimizers.MasterWeightOptimizer(optimizer{})"
+_MASTERS = "tfmix.optimizers.MasterWeightOptimizer({})"
 _LOW = "tfmix.optimizers.LowMemoryOptimizer(optimizer)"
-_STOCHASTIC = "tfmix.optimizers.BFloat16Optimizer(optimizer{})"
-_INT8 = ', slot_dtype="int8"'
+_STOCHASTIC = "tfmix.optimizers.BFloat16Optimizer({})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +60,12 @@ _WAYS = {
     "mixed_bfloat16": "",
     "mixed_float16, 8-bit state": _LOW,
     "mixed_bfloat16, 8-bit state": _LOW,
-    "float16": _MASTERS.format(""),
-    "bfloat16": _MASTERS.format(""),
-    "float16, 8-bit state": _MASTERS.format(_INT8),
-    "bfloat16, 8-bit state": _MASTERS.format(_INT8),
-    "bfloat16, no masters": _STOCHASTIC.format(""),
-    "bfloat16, no masters, 8-bit state": _STOCHASTIC.format(_INT8),
+    "float16": _MASTERS.format("optimizer"),
+    "bfloat16": _MASTERS.format("optimizer"),
+    "float16, 8-bit state": _MASTERS.format(_LOW),
+    "bfloat16, 8-bit state": _MASTERS.format(_LOW),
+    "bfloat16, no masters": _STOCHASTIC.format("optimizer"),
+    "bfloat16, no masters, 8-bit state": _STOCHASTIC.format(_LOW),
 }
 
 
@@ -153,7 +152,7 @@ def _slots(model: Any, trainable: int) -> int:
 def _eight_bit_bytes(variable: keras.Variable) -> int:
     """Returns the bytes of one slot of a variable, by the default rules."""
     elements = math.prod(variable.shape)
-    if eight_bit_slots.keeps_float32(eight_bit_slots.INT8, variable):
+    if eight_bit_slots.keeps_float32(variable):
         return elements * _BYTES["float32"]
     blocks = math.prod(eight_bit.blocks_shape(tuple(variable.shape)))
     return elements + blocks * _BYTES["float32"]
@@ -165,5 +164,5 @@ def _elements(variables: Iterable[keras.Variable]) -> int:
         for variable in variables
         if keras.backend.is_float_dtype(variable.dtype)
         # 8-bit state counts as well. Its scales are few.
-        or variable.dtype == "uint8"
+        or "int8" in variable.dtype
     )
