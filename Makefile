@@ -24,9 +24,11 @@ COMPILERS ?=
 # What `targets` runs with them.
 TARGET_TESTS ?= tests/tools/hardware tests/tools/test_cli.py
 BIN = $(VENV)/bin
-# Files that say what the environment holds: all, or the demo's part of it.
-STAMP = $(VENV)/installed
+# Files that say what the environment holds: what the demo needs, the tests, or
+# the guide and the benchmarks, too.
 LIBRARY = $(VENV)/library
+STAMP = $(VENV)/installed
+ALL = $(VENV)/all
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check
 # TensorFlow's start-up lines about oneDNN and CPU flags hide our own output.
 export TF_CPP_MIN_LOG_LEVEL ?= 3
@@ -34,7 +36,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 # sources anew: 6 of its 11 seconds of start-up.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-tensorflow test-jax test-doctest
+.PHONY: demo test test-tensorflow test-jax
 .PHONY: pretrained test-all test-all-tensorflow test-all-jax test-optimized
 .PHONY: mutations test-matrix test-keras
 .PHONY: test-oldest test-ecosystem test-wheel test-wheel-with notebooks
@@ -42,7 +44,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
 
 # The library and what the demo needs. Without .pyc files: Python writes those
-# that it imports, at once and beside pip, and TensorFlow has 10,000 more.
+# that it imports, beside pip and what follows, and TensorFlow has 10,000 more.
 $(LIBRARY): setup.cfg .ci/requirements.py
 	@echo "tfmix: [1/3] creating $(VENV) with $(PYTHON)"
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
@@ -53,19 +55,27 @@ $(LIBRARY): setup.cfg .ci/requirements.py
 	@$(INSTALL) --no-compile --requirement $(VENV)/requirements-demo.txt \
 	    --constraint $(VENV)/constraints.txt
 	@echo "tfmix: [3/3] installing tfmix itself, editable"
-	@$(BIN)/python -c "import keras, sklearn.datasets" 2> /dev/null & \
-	    $(INSTALL) --quiet --no-deps --editable . && wait
+	@$(BIN)/python -c "import keras, sklearn.datasets" > /dev/null 2>&1 &
+	@$(INSTALL) --quiet --no-deps --editable .
 	@touch $@
 
-# What the tests, the checks, the guide and the examples need besides.
+# What the tests, the checks and the examples need besides. The tests' processes
+# write its bytecode, all at once, sooner than one before them.
 $(STAMP): $(LIBRARY)
-	@echo "tfmix: installing what tests, checks, guide and examples need"
+	@echo "tfmix: installing what tests, checks and examples need"
 	@$(BIN)/python .ci/requirements.py '$(TENSORFLOW)' $(COMPILERS) \
 	    > $(VENV)/requirements.txt
 	@$(INSTALL) --no-compile --requirement $(VENV)/requirements.txt \
 	    --constraint $(VENV)/constraints.txt
-	@echo "tfmix: importing all of it once, which writes its bytecode"
-	@$(BIN)/python -c "import jax, tfmix"
+	@touch $@
+
+# Half of all packages, which would take `make test` ten seconds.
+$(ALL): $(STAMP)
+	@echo "tfmix: installing what the guide and the benchmarks need"
+	@$(BIN)/python .ci/requirements.py '$(TENSORFLOW)' $(COMPILERS) \
+	    docs real-data > $(VENV)/requirements-all.txt
+	@$(INSTALL) --no-compile --requirement $(VENV)/requirements-all.txt \
+	    --constraint $(VENV)/constraints.txt
 	@touch $@
 
 $(VENV): $(STAMP)
@@ -73,8 +83,8 @@ $(VENV): $(STAMP)
 demo: $(LIBRARY)
 	@$(BIN)/tfmix demo
 
-# A sample of the tests' cases and no slow test: under six minutes on two cores.
-test: test-tensorflow test-jax test-doctest
+# A sample of the tests' cases and no slow test: under five minutes on two cores.
+test: test-tensorflow test-jax
 
 test-tensorflow: $(STAMP)
 	@echo "tfmix: tests under TensorFlow"
@@ -85,10 +95,6 @@ test-jax: QUICK_XLA += --xla_cpu_use_fusion_emitters=false
 test-jax: $(STAMP)
 	@echo "tfmix: tests under JAX"
 	@KERAS_BACKEND=jax $(QUICK)
-
-test-doctest: $(STAMP)
-	@echo "tfmix: the examples in the docstrings"
-	@KERAS_BACKEND=tensorflow $(BIN)/python -m pytest -q --doctest-modules tfmix
 
 # Networks with their weights, for tests/wild/test_pretrained.py and
 # benchmarks/pretrained.py: 90 MB. DeepLC's files are read without the package's
@@ -101,7 +107,7 @@ $(VENV)/pretrained: $(STAMP)
 
 # Every case of every test, then the sample with XLA's optimizations: about two
 # hours on two cores.
-test-all: test-all-tensorflow test-all-jax test-optimized test-doctest
+test-all: test-all-tensorflow test-all-jax test-optimized
 
 test-all-tensorflow: $(STAMP) pretrained
 	@echo "tfmix: every test under TensorFlow"
@@ -185,7 +191,7 @@ check: $(STAMP)
 # Prints the tables, keeps them in docs/benchmarks/ and makes docs/benchmarks.md
 # of them: an hour on two cores; ONLY="gpu faults" for some, ONLY=--list for
 # their names. Each also runs alone: python -m benchmarks.NAME
-bench: $(STAMP)
+bench: $(ALL)
 	@$(BIN)/python -m benchmarks --save=docs $(ONLY)
 
 # What goes to the registry, into dist/: a wheel and the source.
@@ -220,13 +226,13 @@ notebooks: $(STAMP)
 
 # The guide, into site/: offline, and every warning is an error (with `--quiet`
 # mkdocs would count none).
-docs: $(STAMP)
+docs: $(ALL)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "tfmix: the guide is in site/; read and search it at"
 	@echo "http://localhost:8000 after: $(BIN)/python -m http.server -d site"
 
 # The guide of this version beside those of others, on the branch `gh-pages`.
-publish-docs: $(STAMP)
+publish-docs: $(ALL)
 	@version=$$($(BIN)/python -c "import tfmix; print(tfmix.__version__)"); \
 	    PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 \
 	    mike deploy $(PUSH) --update-aliases "$${version%.*}" latest

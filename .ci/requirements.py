@@ -6,10 +6,11 @@ with `tensorflow-cpu` (half the size), which no `tensorflow` requirement
 accepts. `make TENSORFLOW="tensorflow[and-cuda]" test` takes the GPU build.
 
 With the word `demo` it prints the library's own dependencies and the demo's
-data. Without it, it prints all extras, but the compilers of accelerators, some
-gigabytes, only if they are named.
+data. Without it, it prints all extras, but only if they are named those that no
+test needs: the compilers of accelerators, some gigabytes, what builds the
+guide, and the data of a benchmark.
 
-Usage: python .ci/requirements.py TENSORFLOW [demo | [tpu] [nvidia]]
+Usage: python .ci/requirements.py TENSORFLOW [demo | EXTRA...]
 """
 
 import configparser
@@ -17,7 +18,7 @@ import pathlib
 import re
 import sys
 
-COMPILERS = {"tpu", "nvidia"}
+IF_NAMED = {"docs", "nvidia", "real-data", "tpu"}
 # What `make demo` takes of the extra `examples`.
 DEMO = ["scikit-learn"]
 SETUP_CFG = pathlib.Path(__file__).parent.parent / "setup.cfg"
@@ -32,7 +33,7 @@ def requirements(tensorflow: str, *words: str) -> list[str]:
         lines += DEMO
     else:
         for name, extra in config["options.extras_require"].items():
-            if name not in COMPILERS.difference(words):
+            if name not in IF_NAMED.difference(words):
                 lines += extra.split()
     found = [re.sub(r"^tensorflow\b", tensorflow, line) for line in lines]
     return sorted(set(found))

@@ -28,6 +28,9 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 # Figures are drawn into files, even if there is a display.
 os.environ.setdefault("MPLBACKEND", "agg")
+# A sixth of the time until the first test went to garbage collections of what
+# is imported, which stays.
+gc.disable()
 
 import pytest
 
@@ -58,6 +61,7 @@ TENSORFLOW_IS_ENOUGH = (
     "tools/test_cli.py",
     "tools/test_demo.py",
     "project/test_docs.py",
+    "project/test_docstrings.py",
     "project/test_import_graph.py",
     "project/test_layout.py",
     "autocast/test_float32_output.py",
@@ -176,6 +180,7 @@ def pytest_collection_finish():
     """Excludes Keras and TensorFlow from garbage collection: they stay."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,6 +1,5 @@
 """Tables fit any width: numbers stay whole, and long names are shortened."""
 
-import dataclasses
 import io
 
 import pytest
@@ -56,14 +55,3 @@ def test_shapes_and_short_words_are_not_cut_for_a_long_name():
     for cell in ("(m, k, n)", *row[1:4]):
         assert cell in text
     assert max(map(len, text.splitlines())) <= 80
-
-
-def test_a_page_is_one_file_in_colour(tmp_path):
-    path = tmp_path / "page.html"
-    table = dataclasses.replace(TABLE, verdicts=["overflow", "ok"])
-    _tables.write_page(path, "my_model", [table])
-    page = path.read_text(encoding="utf-8")
-    assert "Model my_model, " in page
-    assert LONG in page
-    assert ".r1 {" in page
-    assert page.count("<pre") == 1

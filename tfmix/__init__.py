@@ -35,7 +35,7 @@ from tfmix.step.guard import guard as guard
 from tfmix.tools.diagnostics import skip_report as _skip_report
 from tfmix.tools.diagnostics.check import check as check
 
-_model.report_skips(_skip_report.Reporter(_skip_report.SkipWatch))
+_model.report_skips(_skip_report)
 _replaced.begin()
 
 __version__ = "0.2.0"

@@ -2,7 +2,7 @@
 
 import difflib
 import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -61,14 +61,8 @@ def model(value: Any) -> None:
 
 
 def did_you_mean(
-    name: object, known: Iterable[str], cutoff: float = 0.6
+    name: object, known: Sequence[str], cutoff: float = 0.6
 ) -> str:
     """Returns a hint such as " Did you mean 'x'?", "" if no name is close."""
-    meant = (
-        known if isinstance(known, Mapping) else {word: word for word in known}
-    )
-    close = difflib.get_close_matches(str(name), meant, n=5, cutoff=cutoff)
-    # Swapped letters are the most common typo.
-    letters = sorted(str(name))
-    close.sort(key=lambda word: sorted(word) != letters)
-    return f" Did you mean {meant[close[0]]!r}?" if close else ""
+    close = difflib.get_close_matches(str(name), known, n=1, cutoff=cutoff)
+    return f" Did you mean {close[0]!r}?" if close else ""

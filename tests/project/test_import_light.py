@@ -76,6 +76,7 @@ def test_import_is_quick_and_adds_nothing_heavy():
     assert not added & set(HEAVY)
 
 
+@pytest.mark.slow
 @helpers.requires_backend("jax")
 def test_training_on_jax_needs_nothing_heavy():
     done = run(TRAINING, blocked=HEAVY)

@@ -88,15 +88,22 @@ def losses(script, alone):
 
 
 @helpers.requires_backend("tensorflow")
-@pytest.mark.costly
-def test_the_first_script_has_the_losses_that_the_readme_says():
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=[pytest.mark.slow] if "Keras's" in name else []
+        )
+        for name in first_scripts()
+    ],
+)
+def test_the_first_script_has_the_losses_that_the_readme_says(name):
     table = test_docs.columns(readme(), "| loss of each epoch |")
-    for name, script in first_scripts().items():
-        found = losses(script, alone="Keras's" in name)
-        shown = [float(cell) for cell in table[name]]
-        assert [float(one) for one in found] == pytest.approx(
-            shown, abs=0.01, nan_ok=True
-        ), name
+    found = losses(first_scripts()[name], alone="Keras's" in name)
+    shown = [float(cell) for cell in table[name]]
+    assert [float(one) for one in found] == pytest.approx(
+        shown, abs=0.01, nan_ok=True
+    )
 
 
 def test_code_and_sentences_fit_eighty_columns():

@@ -4,7 +4,6 @@
 that does not see our types fails at `assert_type`.
 """
 
-from pathlib import Path
 from typing import Any, assert_type
 
 import keras
@@ -22,7 +21,7 @@ def train(model: keras.Model, x: np.ndarray, y: np.ndarray) -> int:
         float32_layers=tfmix.Policy.default_float32_layers(
             add=["head", "enc/.*"]
         ),
-        float32_ops=tfmix.Policy.default_float32_ops(remove=["tanh"]),
+        float32_ops=tfmix.Policy.default_float32_ops(add=["cos"]),
     )
     assert_type(policy.float32_ops, list[str])
     rule = tfmix.DynamicLossScale(1024.0, growth_steps=100)
@@ -52,7 +51,6 @@ def look(model: keras.Model, x: np.ndarray, y: np.ndarray) -> str:
         assert_type(row.layer, str)
         assert_type(row.headroom_bits, float)
     assert_type(report.suggested_policy(), tfmix.Policy)
-    report.to_html(Path("report.html"))
     report.plot("headroom.png")
     advice = tfmix.hardware.advise(model, 32, x=x)
     assert_type(advice.share_16bit, float)

@@ -108,7 +108,7 @@ def with_names(rows, **more):
     return tuple(replace(row, layer=HOSTILE, **more) for row in rows)
 
 
-def test_the_page_of_check_escapes_names_and_advice(tmp_path):
+def test_the_page_of_check_escapes_names_and_advice():
     case = faults.loud_between_others()
     report = check.check(case.model, case.x, case.y, loss="mse")
     hostile = dataclasses.replace(
@@ -117,8 +117,6 @@ def test_the_page_of_check_escapes_names_and_advice(tmp_path):
         model_name=HOSTILE,
         notes=(HOSTILE,),
     )
-    hostile.to_html(tmp_path / "report.html")
-    assert_only_text((tmp_path / "report.html").read_text())
     assert_only_text(helpers.notebook_html(hostile))
     assert "[red]" in str(hostile)
 
@@ -130,19 +128,21 @@ def test_the_table_of_compile_for_escapes_names():
     assert_only_text(helpers.notebook_html(hostile))
 
 
-def test_every_part_of_a_table_is_escaped(tmp_path):
+def test_every_part_of_a_table_is_escaped():
     table = _tables.Table(
         (HOSTILE,), [(HOSTILE,)], HOSTILE, (HOSTILE,), (HOSTILE,)
     )
     tables = [dataclasses.replace(table, title=""), table]
-    path = tmp_path / "page.html"
-    _tables.write_page(path, HOSTILE, tables)
-    page = path.read_text()
+
+    class Tables(_tables.Printed):
+        def tables(self):
+            return tables
+
+    page = helpers.notebook_html(Tables())
     assert_only_text(page)
-    # The name is the model's and a title, and is in each table's head, a cell,
-    # a note and code.
-    assert page.count("&lt;img") == 10
-    assert page.count("[red]") == 10
+    # The name is a title, and in each table's head, a cell, a note and code.
+    assert page.count("&lt;img") == 9
+    assert page.count("[red]") == 9
 
 
 def test_the_summary_of_a_model_escapes_its_names():

@@ -156,10 +156,6 @@ def accumulating(mode):
     return compiled(mode, adam(gradient_accumulation_steps=2))
 
 
-def unwrapped(mode):
-    return compiled(mode, auto_scale_loss=False)
-
-
 class InBranch(keras.optimizers.Adam):
     """Applies in a branch of a conditional, as one that accumulates does."""
 
@@ -175,7 +171,7 @@ class InBranch(keras.optimizers.Adam):
 
 
 def in_branch(mode):
-    return compiled(mode, InBranch(0.01), auto_scale_loss=False)
+    return compiled(mode, InBranch(0.01))
 
 
 def three_steps(mode):
@@ -535,7 +531,6 @@ def loop(*args, **settings):
 WAYS = {
     "fit": fit(compiled),
     "fit of a wrapped optimizer": fit(wrapped),
-    "fit of an unwrapped optimizer": fit(unwrapped),
     "fit with accumulation": fit(accumulating),
     "fit, three steps an execution": fit(three_steps),
     "train_on_batch": fit(compiled, OnBatch),

@@ -127,12 +127,9 @@ def test_a_script_runs_as_under_python(name, tmp_path):
     is_exit = name.startswith("exits")
     code = cli.BAD_INPUT if is_exit else expected.returncode or cli.BAD_INPUT
     assert done.returncode == code
-    first, _, rest = done.stderr.partition("\n")
-    assert first.startswith("tfmix run: ")
-    assert first.endswith("--policy, --json. Options of tfmix stand before it.")
-    assert rest.startswith(expected.stderr)
+    assert done.stderr.startswith(expected.stderr)
     # What it says besides is one line, or nothing if Python was killed.
-    assert rest.removeprefix(expected.stderr).count("\n") <= 1
+    assert done.stderr.removeprefix(expected.stderr).count("\n") <= 1
 
 
 @once
@@ -363,17 +360,10 @@ def test_ctrl_c_reaches_the_script(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("nowhere.py",), "no file 'nowhere.py'. Give the path of a script"),
         ((), "no script to run. Write `tfmix run train.py`"),
-        (("--policy", "fp16", "x.py"), "Did you mean 'mixed_float16'?"),
-        (("--against", "fp32", "x.py"), "Did you mean 'float32'?"),
         (("--report", "no/where.json", __file__), "no folder to write"),
         (("--repeat", "0", "x.py"), "at least 1. Received: --repeat 0"),
         (("--repeat", "3", "x.py"), "Add the policy to compare with"),
-        (
-            ("--policy", "O1", "--against", "O1", "x.py"),
-            "Both runs would be in O1",
-        ),
     ],
 )
 def test_a_wrong_word_is_one_line_and_code_2(words, said, capsys):
@@ -515,7 +505,6 @@ def test_fit_is_counted_and_explained(tmp_path):
     assert found["policy"] == "mixed_float16"
     assert found["why"] == "asked for, in place of the script's float32"
     assert (found["steps"], found["skipped"]) == (13, 3)
-    assert "`x`" in found["cause"]
     # A step takes the time until the next one, in which `fit` sleeps.
     assert 30 <= found["milliseconds"] < 100
     assert found["first_seconds"] > found["milliseconds"] / 1000
@@ -526,7 +515,6 @@ def test_fit_is_counted_and_explained(tmp_path):
     assert not done.stdout
     printed = done.stderr.partition("tfmix run: script.py. ")[2]
     assert re.search(r"^train steps +13 *$", printed, re.M)
-    assert "skipped, most likely: " in printed
 
 
 @pytest.mark.costly
@@ -560,7 +548,7 @@ print(min(costs))
 """
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_script_in_float32_is_asked_no_more(tmp_path):
     source = 'import keras\nkeras.config.set_dtype_policy("float32")\n' + FITS
     source = source.replace("np.nan", "0") + COSTS
@@ -573,13 +561,12 @@ def test_a_script_in_float32_is_asked_no_more(tmp_path):
     assert float(done.stdout) < 30e-6
 
 
-# It begins with TensorFlow, as many scripts do under any backend.
-# It sets policies as Keras does: at the start, for a moment, and at the end.
+# It begins with its backend, as many scripts do, and sets policies as Keras
+# does: at the start, for a moment, and at the end.
 ASKS = (
-    """
+    f"""
+import {BACKEND}
 import importlib.util
-if importlib.util.find_spec("tensorflow"):
-    import tensorflow as tf
 importlib.util.find_spec("keras")
 import keras
 keras.mixed_precision.set_global_policy("mixed_bfloat16")
@@ -628,7 +615,7 @@ def test_two_runs_stand_side_by_side(tmp_path):
     assert data["verdict"].endswith("does not forecast that on a GPU.")
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_two_equal_runs_are_refused_before_they_train(tmp_path):
     script = tmp_path / "script.py"
     own = 'import keras\nkeras.config.set_dtype_policy("float32")\n'
@@ -778,7 +765,7 @@ print(again.get_compile_config()["run_eagerly"])
 )
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.parametrize("is_eager", [False, True])
 def test_the_steps_of_a_model_that_is_loaded_again_are_counted(
     is_eager, tmp_path
@@ -818,7 +805,7 @@ def test_a_second_run_that_makes_no_sense_is_not_started(
     assert list(tmp_path.iterdir()) == [script]
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_launcher_may_set_the_policy(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import tfmix\n" + FITS)
@@ -852,7 +839,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_processes_have_the_policy_and_backends_are_the_scripts(tmp_path):
     other = {"jax": "tensorflow", "tensorflow": "jax"}[BACKEND]
     if importlib.util.find_spec(other) is None:
@@ -864,7 +851,6 @@ def test_processes_have_the_policy_and_backends_are_the_scripts(tmp_path):
     assert done.stdout.split() == ["['bfloat16']", other, "bfloat16"]
     trace = done.stderr.partition("Traceback (most recent call last):\n")[2]
     assert trace.startswith(f'  File "{script}", line 15, in <module>\n')
-    assert "ended by ValueError: of theirs" in trace
     assert done.stderr.count("tfmix run: ") == 1
 
 
@@ -906,8 +892,8 @@ def test_scripts_of_others_run(tmp_path):
 def a_run(**values):
     known = {
         **{"policy": "mixed_float16", "dtype": "float16", "why": "asked for"},
-        **{"device": "NVIDIA H100", "fast": True, "failed": "", "ended": ""},
-        **{"steps": 100, "skipped": 0, "cause": "", "milliseconds": 10.0},
+        **{"device": "NVIDIA H100", "fast": True, "failed": ""},
+        **{"steps": 100, "skipped": 0, "milliseconds": 10.0},
         **{"is_cpu": False, "timed": 99, "blocks": [10.0] * 5},
         **{"first_seconds": 1.0, "peak_bytes": 100 * 2**20, "loss": 0.5},
         **{"float32_layers": {}, "layers": 3, "fallen": ()},
@@ -1079,10 +1065,9 @@ def test_a_loss_is_the_mean_over_the_last_tenth(count):
     assert losses.last_tenth() is None
     for number in range(count):
         losses.add(np.float32(number))
-    # Of a long run, it is the mean of a sample.
-    mean = np.mean(np.arange(count)[int(0.9 * count) :])
-    assert losses.last_tenth() == pytest.approx(mean, rel=0.005)
-    assert len(losses._kept) <= 256
+    # Of a long run, it is the mean of the last.
+    mean = np.mean(np.arange(count)[int(0.9 * count) :][-256:])
+    assert losses.last_tenth() == pytest.approx(mean)
 
 
 def test_a_bad_batch_at_the_end_does_not_count_and_bad_weights_do():

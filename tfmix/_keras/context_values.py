@@ -18,10 +18,9 @@ class Block:
 
     Attributes:
         rules: The active op rules; `None` for those that are installed.
-        policy: The policy of new layers; `None` for that of the scopes.
+        policies: The policy of new layers, after those that Keras has replaced
+            by it; `None` for that of the process.
         around: What the running model call is part of, `None` if of nothing.
-        place_of_step: In a model's step the place that its optimizer gives it,
-            else `None`.
         gates: The gates of the model's call that runs, `None` if there are
             none.
         power: The power of two of the gradients that are formed now, `None`
@@ -31,22 +30,19 @@ class Block:
         users_code: The dtype of the user's code that is running, else "". In
             "16 bit" it is tried, and falls back to float32 if that fails. To
             code in "float32" the layers that it calls return float32.
-        is_chosen: Whether a caller decides whether the step is applied.
         takes_unscaled: Whether an `apply_gradients` around gets gradients that
             are not scaled.
         step: The train step that is running, `None` if there is none.
     """
 
     rules: frozenset[str] | None = None
-    policy: keras.DTypePolicy | None = None
+    policies: tuple[keras.DTypePolicy, ...] | None = None
     around: Any = None
-    place_of_step: Any = None
     gates: Any = None
     power: Any = None
     in_loop: bool = False
     in_map: bool = False
     users_code: str = ""
-    is_chosen: bool = False
     takes_unscaled: bool = False
     step: Any = None
 

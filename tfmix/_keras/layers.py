@@ -30,7 +30,6 @@ _BROKEN_BY_CASTS = (
     keras.layers.Embedding,
     DATA_LAYER,
     keras.Sequential,
-    keras.layers.Masking,
     keras.layers.SpectralNormalization,
     keras.layers.Lambda,
     keras.layers.TFSMLayer,
@@ -188,22 +187,16 @@ def flat_layers(layer: Any) -> list:
 def unlisted_variables(model: keras.Model) -> list:
     """Lists the variables on a model's layers that Keras does not list.
 
-    These are the states of stateful RNNs, and TensorFlow's own variables.
+    These are the states of stateful RNNs, and TensorFlow's own variables, in
+    attributes of layers, and in lists and dicts there.
     """
     if keras.backend.backend() != "tensorflow":
         # Keras passes them to no step that JAX compiles.
         return []
-    import tensorflow as tf
-
-    layers = flat_layers(model)
-    graphs = [getattr(layer, "_functional", None) for layer in layers]
-    seen = set(map(id, [*model.variables, *layers, *graphs]))
-    found: list = []
-    # Each call of a model in training asks. TensorFlow's view of a layer's
-    # attributes takes longer than its call.
+    seen, found = {id(variable) for variable in model.variables}, []
     waiting = [
         attributes[name]
-        for attributes in map(vars, layers)
+        for attributes in map(vars, flat_layers(model))
         for name in users_attributes(attributes)
     ][::-1]
     while waiting:
@@ -215,31 +208,21 @@ def unlisted_variables(model: keras.Model) -> list:
         seen.add(id(value))
         if what == "value":
             found.append(value)
-        elif what == "items":
-            inner = value.values() if isinstance(value, dict) else value
-            waiting += reversed([*inner])
         else:
-            inner = tf.train.TrackableView.children(value).values()
+            inner = value.values() if isinstance(value, dict) else value
             waiting += reversed([*inner])
     return found
 
 
+# Each call of a model in training asks.
 @functools.cache
 def _what_it_holds(kind: Any) -> str | None:
-    """Returns where an object of a type has TensorFlow's variables, if it has.
-
-    Those of optimizers and metrics are their own.
-    """
+    """Returns where an object of a type has variables, if it has."""
     import tensorflow as tf
 
-    if issubclass(kind, (keras.optimizers.Optimizer, keras.Metric)):
-        return None
     if issubclass(kind, (keras.Variable, tf.Variable)):
         return "value"
-    if issubclass(kind, (list, tuple, dict)):
-        return "items"
-    is_tracked = issubclass(kind, tf.__internal__.tracking.Trackable)
-    return "children" if is_tracked else None
+    return "items" if issubclass(kind, (list, tuple, dict)) else None
 
 
 def called(model: keras.Layer) -> list[keras.Layer]:
@@ -319,11 +302,6 @@ def trial() -> Iterator[Any]:
         yield scope
     finally:
         restore()
-
-
-def put_mask(tensor: Any, mask: Any) -> None:
-    """Gives a tensor a mask, for the layers that use masks."""
-    masking.set_keras_mask(tensor, mask)
 
 
 def copy_mask(source: Any, destination: Any) -> None:

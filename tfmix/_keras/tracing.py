@@ -10,12 +10,8 @@ import keras
 
 from tfmix._keras import global_state, replacing
 
-# Errors that another dtype does not mend.
-NOT_OF_A_DTYPE: tuple[type[Exception], ...] = (RecursionError, MemoryError)
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
-
-    NOT_OF_A_DTYPE += (tf.errors.ResourceExhaustedError,)
 else:
     import jax
     import jax.extend.core
@@ -23,9 +19,6 @@ else:
 
     # Keras's trainer imported its own reference when Keras was imported.
     JIT: tuple[replacing.Place, ...] = ((jax, "jit"), (trainer, "jit"))
-    # Older versions of JAX have it elsewhere.
-    if hasattr(jax.errors, "InconclusiveDimensionOperation"):
-        NOT_OF_A_DTYPE += (jax.errors.InconclusiveDimensionOperation,)
 
 Function = TypeVar("Function", bound=Callable)
 

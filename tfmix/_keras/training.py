@@ -10,7 +10,7 @@ import keras
 from keras.src.trainers import compile_utils
 from keras.src.trainers import trainer as trainers
 
-from tfmix._keras import layers, optimizers, replacing
+from tfmix._keras import layers, replacing
 
 # This class gives models `compile` and `fit`.
 TRAINER: Any = getattr(trainers, "BaseTrainer", None) or trainers.Trainer
@@ -221,19 +221,6 @@ def compile_replaced(
 def adopt_optimizer(model: keras.Model, optimizer: Any, saved: Any) -> None:
     """Sets the optimizer of a compiled model, and the one its files name."""
     model.optimizer = optimizer
-    save_argument(model, "optimizer", saved)
-
-
-def has_wrapped(model: keras.Model) -> bool:
-    """Returns whether Keras has put its own loss scale around the optimizer."""
-    saved = getattr(model, "_compile_config", None)
-    given = None if saved is None else saved.config.get("optimizer")
-    is_of_class = type(model.optimizer) is optimizers.KerasScaler
-    return is_of_class and model.optimizer.inner_optimizer is given
-
-
-def save_argument(model: keras.Model, name: str, value: Any) -> None:
-    """Replaces an argument of `compile` in the saved configuration."""
-    saved = getattr(model, "_compile_config", None)
-    if saved is not None:
-        saved.config[name] = value
+    config = getattr(model, "_compile_config", None)
+    if config is not None:
+        config.config["optimizer"] = saved

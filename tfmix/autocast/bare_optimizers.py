@@ -17,7 +17,6 @@ from tfmix._keras import (
     files,
     optimizers,
     replacing,
-    training,
 )
 from tfmix._keras import variables as keras_variables
 from tfmix.gradient_scaling import placing
@@ -51,8 +50,7 @@ class Skips(state.Counts):
 
     TensorFlow counts them in variables that a SavedModel saves with the
     optimizer's own. A function that JAX compiles can only change the variables
-    that it is given, so JAX counts eager steps, and in `fit` those that were
-    not applied.
+    that it is given, so JAX counts eager steps only.
     """
 
     # Losses are not scaled: the state's scale moves gradients inside models.
@@ -91,13 +89,6 @@ class Skips(state.Counts):
         self._state.count(applied, bad, to, is_data if moves else None)
         self.warn(applied)
 
-    def count_rest(self, steps: int, applied: int) -> None:
-        """Counts those of an epoch's steps that were not applied (JAX)."""
-        lost, held = steps - applied, self._counted()
-        held.skipped_steps.assign(held.skipped_steps.value + lost)
-        in_a_row = held.consecutive_skips.value + lost
-        held.consecutive_skips.assign(in_a_row * (not applied))
-
     def _add(self, name: str, value: Any, dtype: str) -> Any:
         if not _ON_TENSORFLOW:
             return _HostValue(value, dtype)
@@ -111,7 +102,6 @@ class Skips(state.Counts):
 # Objects that count the skipped steps of an optimizer.
 Skipper: TypeAlias = scaling.LossScaleOptimizer | Skips
 _skips: weakref.WeakKeyDictionary[Any, Skips] = weakref.WeakKeyDictionary()
-_left_alone: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def make_apply(original: Callable) -> Callable:
@@ -122,10 +112,7 @@ def make_apply(original: Callable) -> Callable:
         of_call = functools.partial(replacing.argument, _ORDER, args, kwargs)
         grads, variables = of_call("grads", ()), of_call("trainable_variables")
         is_mine = not (
-            finite.is_chosen()
-            or isinstance(self, optimizers.KerasScaler)
-            or self.loss_scale_factor
-            or self in _left_alone
+            isinstance(self, optimizers.KerasScaler) or self.loss_scale_factor
         )
         # Keras refuses gradients without variables before the build.
         is_early = variables is None and not self.built
@@ -185,27 +172,6 @@ def _tell_of_lost_updates(optimizer: Any, variables: Any) -> None:
         )
 
 
-def leave_alone(optimizer: keras.optimizers.Optimizer | None) -> None:
-    """Leaves an optimizer to Keras, because its model is not in 16 bit."""
-    if optimizer is not None:
-        _left_alone.add(optimizer)
-
-
-def beside_scaler(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Lists the optimizers in a model's scaler that the model also holds.
-
-    A user's own step may use the optimizer that `compile` got, without the
-    wrappers that `compile` has added.
-    """
-    held = {id(value) for value in vars(model).values()}
-    return [
-        inner
-        for scaler in scaling.scalers(model)
-        for inner in optimizers.chain(scaler.inner_optimizer)
-        if id(inner) in held
-    ]
-
-
 def skippers(model: keras.Model) -> list[Skipper]:
     """Lists the counters of skips of the optimizers that a model holds."""
     held = [
@@ -215,15 +181,3 @@ def skippers(model: keras.Model) -> list[Skipper]:
     ]
     bare = [_skips[x] for x in held if x in _skips]
     return [*scaling.scalers(model), *bare]
-
-
-def counter_of_fit(model: keras.Model) -> Skips | None:
-    """Returns the counter of an optimizer whose steps of `fit` count nothing.
-
-    Under JAX it is that of an unwrapped optimizer. Keras's own step applies
-    gradients once, whereas a user's may do so now and then.
-    """
-    is_counted = _ON_TENSORFLOW or model.run_eagerly
-    if is_counted or training.has_own_step(model):
-        return None
-    return None if model.optimizer is None else _skips.get(model.optimizer)

@@ -19,7 +19,7 @@ from tfmix._keras import (
     replacing,
     training,
 )
-from tfmix.autocast import bare_optimizers, exact_inputs, fallback, record
+from tfmix.autocast import exact_inputs, fallback, record
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.loss_scaling import rules
 from tfmix.optimizers import master_weights, sixteen_bit_optimizer
@@ -27,16 +27,11 @@ from tfmix.policy import policy as policies
 from tfmix.step import guard
 
 # Says what `compile` should. `None` says nothing.
-_advise: Callable[[keras.Model], bool] | None = None
+_advise: Callable[[keras.Model], None] | None = None
 
 
-def advise_by(advise: Callable[[keras.Model], bool]) -> None:
-    """Sets what `compile` asks about float32 layers and 16-bit results.
-
-    Args:
-        advise: A function that takes the model, and returns whether it has
-            float32 layers that the active policy has not reached.
-    """
+def advise_by(advise: Callable[[keras.Model], None]) -> None:
+    """Sets what tells of float32 layers and 16-bit results in `compile`."""
     global _advise
     _advise = advise
 
@@ -98,34 +93,31 @@ def _compile(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Compiles a model by Keras's method, then changes its optimizer."""
-    of_call = functools.partial(
-        replacing.argument, training.ORDERS["compile"], args, kwargs
+    """Compiles a model by Keras's method, then changes its optimizer.
+
+    `auto_scale_loss` decides nothing: no loss of a model with a record is
+    scaled, and its optimizer has to skip steps.
+    """
+    given = replacing.argument(
+        training.ORDERS["compile"], args, kwargs, "optimizer"
     )
-    wanted, given = of_call("auto_scale_loss", True), of_call("optimizer")
     refuse_two_scales(given)
-    if isinstance(given, scaling.LossScaleOptimizer):
-        _warn_of_keras_policy(model)
-    factor = getattr(given, "loss_scale_factor", None)
+    part = replacing.part(model, replacing.RULES)
     # Keras creates an optimizer here, and computes nothing in 16 bit.
     with context_values.holding(rules=context_values.NO_RULES):
         original(*args, **kwargs)
-    training.save_argument(model, "auto_scale_loss", wanted)
-    part = replacing.part(model, replacing.RULES)
-    optimizer = getattr(model, "optimizer", None)
-    if wanted and optimizer is not None:
-        if training.has_wrapped(model):
+        optimizer = getattr(model, "optimizer", None)
+        if isinstance(optimizer, optimizers.KerasScaler) and not isinstance(
+            given, optimizers.KerasScaler
+        ):
             # Keras decides by the model's own policy, not by its layers'.
             optimizer = optimizer.inner_optimizer
-            if optimizer is given:
-                # Keras drops it without a word.
-                optimizer.loss_scale_factor = factor
-        level = None if part is None else part.level
-        with context_values.holding(rules=context_values.NO_RULES):
+        if optimizer is not None:
+            level = None if part is None else part.level
             optimizer = choose(optimizer, model, level)
-        if optimizer is not model.optimizer:
-            named = optimizer_in_files(optimizer, model)
-            training.adopt_optimizer(model, optimizer, named)
+    if optimizer is not getattr(model, "optimizer", None):
+        named = optimizer_in_files(optimizer, model)
+        training.adopt_optimizer(model, optimizer, named)
     is_ours = isinstance(optimizer, scaling.LossScaleOptimizer)
     if part is not None or is_ours:
         guard.attach(model)
@@ -139,14 +131,8 @@ def _compile(
             "NaN in metrics and statistics, and is not counted. Compile with "
             "tfmix.LossScaleOptimizer(optimizer.inner_optimizer) instead."
         )
-    is_told = False
     if _advise is not None and _needs_advice(model):
-        is_told = _advise(model)
-    if not any(
-        layers.computes_in(model, dtype) for dtype in _formats.SIXTEEN_BIT
-    ):
-        if (is_told and part is None) or model.built:
-            bare_optimizers.leave_alone(optimizer)
+        _advise(model)
 
 
 def _needs_advice(model: keras.Model) -> bool:
@@ -160,23 +146,6 @@ def is_float32_without_policy(layer: keras.Layer) -> bool:
     """Returns whether a layer is in float32, and no policy made it so."""
     origin = layers.marks(layer).origin
     return layer.compute_dtype == "float32" and origin != layers.DEFAULT
-
-
-def _warn_of_keras_policy(model: keras.Model) -> None:
-    """Warns of Keras's own policy beside tfmix's optimizer."""
-    policy = keras.config.dtype_policy()
-    is_ours = policies.SIXTEEN_BIT in context_values.active_rules()
-    if is_ours or not policies.is_sixteen_bit(policy):
-        return
-    _messages.warn_once(
-        "tfmix.LossScaleOptimizer works under Keras's own policy %r, but the "
-        "layers do not: those that tfmix keeps in float32 compute in 16 bit. "
-        "Write tfmix.set_global_policy(%r) before you make the model, in place "
-        "of keras.config.set_dtype_policy or "
-        "tf.keras.mixed_precision.set_global_policy.",
-        policy.name,
-        policy.name,
-    )
 
 
 def choose(

@@ -11,15 +11,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 
-from tfmix import _bad_rows, _messages
+from tfmix import _messages
 from tfmix._keras import (
     global_state,
     graphs,
     layers,
     replacing,
-    training,
 )
 from tfmix._keras import variables as keras_variables
 from tfmix.ops import tensors
@@ -43,10 +41,6 @@ def keep_exact(layer: keras.Layer) -> None:
         _use_converter(layer, _pass_on)
     elif layer.dtype_policy.compute_dtype == "float32":
         look_behind_casts(layer)
-    elif isinstance(layer, keras.layers.Masking):
-        _use_converter(layer, _remember)
-        call = functools.partial(_mask_exactly, layer)
-        _wrap(layer, call=call, compute_mask=_compute_exact_mask)
     elif isinstance(layer, keras.layers.SpectralNormalization):
         _wrap(layer, call=_read_as_stored)
     elif not layers.takes_casts(layer):
@@ -72,33 +66,6 @@ def build_exactly(
     build(*args, **kwargs)
     if not layers.is_input(first[0]):
         graphs.widen_inputs(model)
-
-
-def warn_of_rounded_data(args: tuple, kwargs: dict) -> None:
-    """Warns once of whole numbers that `fit` gets in 16 bit.
-
-    It looks at arrays only, on the host: at those of 16 bit, and at all float
-    arrays if Keras casts them to 16 bit.
-    """
-    for name in ("x", "y"):
-        data = replacing.argument(training.ORDERS["fit"], args, kwargs, name)
-        for leaf in keras.tree.flatten(data):
-            if not _bad_rows.is_array(leaf):
-                continue
-            dtype = keras.backend.standardize_dtype(leaf.dtype)
-            if dtype not in _EXACT_UP_TO:
-                dtype = keras.config.floatx()
-            exact = _EXACT_UP_TO.get(dtype)
-            if exact is not None and (largest := _largest_whole(leaf)) > exact:
-                _messages.warn_once(
-                    "`%s` reaches `fit` in %s, which holds only every second "
-                    "whole number above %d, and it has numbers up to %d: ids "
-                    "and labels may have changed. Pass them as integers.",
-                    name,
-                    dtype,
-                    exact,
-                    largest,
-                )
 
 
 def make_float32(layer: keras.Layer) -> None:
@@ -155,17 +122,6 @@ def _pass_on(original: Callable, x: Any, autocast: bool, dtype: str) -> Any:
     return original(tensors.before_cast(x), False, dtype)
 
 
-def _largest_whole(leaf: Any) -> float:
-    """Returns the largest size in an array of whole numbers, 0 for others."""
-    largest = 0.0
-    for _, block in _bad_rows.blocks(leaf):
-        # Measurements end this at the first block.
-        if not (np.trunc(block) == block).all():
-            return 0.0
-        largest = max(largest, float(np.abs(block).max(initial=0)))
-    return largest
-
-
 class _Exact(NamedTuple):
     """The part of a layer that sees its inputs before a cast."""
 
@@ -183,7 +139,9 @@ def _look_up(
     **kwargs: Any,
 ) -> Any:
     args, kwargs = tensors.map_leaves((args, kwargs), tensors.before_cast)
-    _warn_of_rounded_ids(layer, _first_tensor(args, kwargs))
+    leaves = keras.tree.flatten((args, kwargs))
+    ids = next(leaf for leaf in leaves if hasattr(leaf, "dtype"))
+    _warn_of_rounded_ids(layer, ids)
     return original(*args, **kwargs)
 
 
@@ -192,39 +150,11 @@ def _look_behind_casts(original: Callable, *args: Any, **kwargs: Any) -> Any:
     return original(*args, **kwargs)
 
 
-def _mask_exactly(
-    layer: keras.layers.Masking,
-    original: Callable,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Masks by the exact inputs, as 16 bit may not hold the mask value."""
-    inputs = _first_tensor(args, kwargs)
-    args, kwargs = tensors.map_leaves((args, kwargs), tensors.before_cast)
-    found = original(*args, **kwargs)
-    result = keras.ops.cast(found, inputs.dtype)
-    # Keras before 3.15 computes it later, from the rounded inputs.
-    layers.put_mask(result, layer.compute_mask(inputs))
-    return result
-
-
-def _compute_exact_mask(
-    original: Callable, inputs: Any, mask: Any = None
-) -> Any:
-    # A graph notes how to compute a mask from the given inputs.
-    return original(tensors.before_cast(inputs), mask)
-
-
 def _read_as_stored(original: Callable, *args: Any, **kwargs: Any) -> Any:
     """Calls a layer that writes its weights back, and so reads in float32."""
     # Layers inside it have a dtype of their own.
     with keras_variables.autocast(None):
         return original(*args, **kwargs)
-
-
-def _first_tensor(args: tuple, kwargs: dict) -> Any:
-    leaves = keras.tree.flatten((args, kwargs))
-    return next(leaf for leaf in leaves if hasattr(leaf, "dtype"))
 
 
 def _warn_of_rounded_ids(layer: keras.layers.Embedding, ids: Any) -> None:

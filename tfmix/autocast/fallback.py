@@ -141,18 +141,19 @@ class _Fallback:
                 return original(*args, **kwargs)
         except Exception as error:
             restore()
-            is_final = _is_final(error) or not _may_change(self._layer)
-            if is_final or isinstance(error, tracing.NOT_OF_A_DTYPE):
+            if _is_final(error) or not _may_change(self._layer):
                 raise
-            with contextlib.ExitStack() as undo:
-                self._fall_back(error, undo)
-                try:
-                    outputs = self._in_float32(original, args, kwargs)
-                except Exception:
-                    restore()
-                    vars(error)[_FINAL] = True
-                    raise error from None
-                undo.pop_all()
+            before = layers.own_policy(self._layer)
+            exact_inputs.make_float32(self._layer)
+            self.why = _cause(error)
+            self._policy = layers.own_policy(self._layer)
+            try:
+                outputs = self._in_float32(original, args, kwargs)
+            except Exception:
+                restore()
+                layers.set_policy(self._layer, before)
+                vars(error)[_FINAL] = True
+                raise error from None
             self._tell(error)
             return outputs
 
@@ -184,19 +185,12 @@ class _Fallback:
         is_keras = layers.takes_casts(layer)
         return layer.autocast and (is_keras or _is_cell(layer))
 
-    def _fall_back(self, error: Exception, undo: contextlib.ExitStack) -> None:
-        """Makes the layer float32, and the cells inside."""
-        self.why = _cause(error)
-        _make_cells_float32(self._layer, undo)
-        _make_float32(self._layer, undo)
-        self._policy = layers.own_policy(self._layer)
-
     def _in_float32(self, original: Callable, args: Any, kwargs: Any) -> Any:
         args, kwargs = tensors.map_leaves((args, kwargs), _as_float32_input)
         with (
             variables.autocast("float32"),
             # Layers that it creates are float32, too.
-            context_values.holding(policy=_FLOAT32, users_code=FLOAT32),
+            context_values.holding(policies=(_FLOAT32,), users_code=FLOAT32),
         ):
             return original(*args, **kwargs)
 
@@ -250,19 +244,6 @@ def _cause(error: Exception) -> str:
     return f"{_users_code.users_line(error)}{kind}{said}."
 
 
-def _make_cells_float32(layer: keras.Layer, undo: contextlib.ExitStack) -> None:
-    for cell in filter(_is_cell, layers.own_layers(layer)):
-        # It shares its states with the loop around it.
-        for part in layers.flat_layers(cell):
-            if part.compute_dtype in _formats.SIXTEEN_BIT:
-                _make_float32(part, undo)
-
-
-def _make_float32(layer: keras.Layer, undo: contextlib.ExitStack) -> None:
-    undo.callback(layers.set_policy, layer, layers.own_policy(layer))
-    exact_inputs.make_float32(layer)
-
-
 def _is_cell(layer: keras.Layer) -> bool:
     return hasattr(layer, "state_size") and not isinstance(
         layer, keras.layers.RNN
@@ -270,8 +251,8 @@ def _is_cell(layer: keras.Layer) -> bool:
 
 
 def _may_change(layer: keras.Layer) -> bool:
-    """Returns whether a layer has 16-bit parts that are its own."""
-    return not _is_cell(layer) and any(
+    """Returns whether a layer, or a layer inside it, computes in 16 bit."""
+    return any(
         inner.compute_dtype in _formats.SIXTEEN_BIT
         for inner in layers.flat_layers(layer)
     )

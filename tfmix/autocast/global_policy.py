@@ -1,15 +1,16 @@
 """The active policy, and what a layer that is created gets of it.
 
-There is one for the process, and scopes override it.
+There is one for the process, which a scope overrides in its thread.
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import re
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -28,11 +29,10 @@ from tfmix.policy import policy as policies
 from tfmix.policy.devices import is_on_tpu
 
 _lock = threading.RLock()
-# The choice of `set_global_policy`; `None` before its first call.
-_base: "_Choice | None" = None
-# The open scopes of all threads, latest last. The tuple is replaced rather than
-# changed, so that it can be read without the lock.
-_open: tuple["_Scope", ...] = ()
+# The policy of `set_global_policy`; `None` before its first call.
+_base: keras.DTypePolicy | None = None
+# The number of open scopes of all threads.
+_scopes = 0
 # Replaces each policy that a user sets, for all layers or for some. `None`
 # keeps it.
 _Decide = Callable[[keras.DTypePolicy, bool], keras.DTypePolicy]
@@ -60,7 +60,6 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
     """Sets the dtype policy of every layer created from now on.
 
     It is active in all threads and survives `keras.utils.clear_session()`.
-    Inside a `policy_scope` of the same thread it lasts until the scope ends.
     `"float32"` switches tfmix off: new layers are those of plain Keras. Until
     then, `compile` scales and guards every model whose layers compute in 16
     bit. This includes copies, loaded models and Keras's own, with or without a
@@ -74,6 +73,7 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
         TypeError: If `policy` is none of these.
         ValueError: If its name is unknown, its dtype is not a float, or it is
             float16 on a TPU, which cannot multiply it.
+        RuntimeError: Inside a `policy_scope` of the same thread.
 
     Examples:
         >>> set_global_policy("mixed_bfloat16")
@@ -83,15 +83,20 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
     """
     global _base
     accepted = resolve_policy(policy, for_all=True)
+    held = context_values.block.get().policies
+    if held and held[0] is not _base:
+        raise RuntimeError(
+            "Inside `policy_scope` the policy of the scope holds. Received: "
+            f"set_global_policy({policy!r}). Open another scope inside, or set "
+            "the policy after this one has ended."
+        )
     with _lock:
-        if (scope := _own_scope()) is not None:
-            scope.replace(accepted)
-        else:
-            _base = _Choice(accepted)
-            if accepted.name == "float32":
-                global_state.make_float32()
-        _refresh()
-        if accepted.name == "float32" and not _open:
+        _base = accepted
+        _hold(None)
+        if accepted.name == "float32":
+            global_state.make_float32()
+        _refresh(0)
+        if accepted.name == "float32" and not _scopes:
             replacing.want(replacing.COMPILE, False)
 
 
@@ -112,25 +117,26 @@ def global_policy() -> keras.DTypePolicy:
         if policy is not None:
             return policy
     current = keras.config.dtype_policy()
-    if _base is not None and _base.given.name == current.name == "float32":
-        return _base.given
+    if _base is not None and _base.name == current.name == "float32":
+        return _base
     return current
 
 
-class policy_scope(contextlib.ContextDecorator):
+@contextlib.contextmanager
+def policy_scope(
+    policy: str | keras.DTypePolicy,
+) -> Iterator[keras.DTypePolicy]:
     """Context (or decorator) in which new layers get another dtype policy.
 
-    The previous policy is restored on exit, also after an exception and while
-    other threads open and close scopes. A thread without its own scope uses the
-    one opened last by any thread, so worker threads inside the block may build
-    the model.
+    It holds in its own thread, and the policy before it is restored on exit,
+    also after an exception. A thread that builds models has a scope of its own,
+    or the policy of `set_global_policy`.
 
     Args:
         policy: As for `set_global_policy`.
 
     Raises:
         TypeError, ValueError: As `set_global_policy`.
-        RuntimeError: If it ends before a scope that was opened inside it.
 
     Examples:
         >>> with policy_scope("mixed_float16"):
@@ -138,46 +144,13 @@ class policy_scope(contextlib.ContextDecorator):
         >>> layer.compute_dtype, keras.layers.Dense(2).compute_dtype
         ('float16', 'float32')
     """
-
-    def __init__(self, policy: str | keras.DTypePolicy) -> None:
-        self._policy = resolve_policy(policy)
-        self._entered: list[_Scope] = []
-
-    def __enter__(self) -> keras.DTypePolicy:
-        global _open
-        with _lock:
-            scope = _Scope(self._policy)
-            self._entered.append(scope)
-            _open = (*_open, scope)
-            try:
-                _refresh()
-            except BaseException:
-                # Python does not call `__exit__` if `__enter__` failed.
-                self._leave()
-                with contextlib.suppress(Exception):
-                    _refresh()
-                raise
-        return self._policy
-
-    def __exit__(self, *raised: object) -> None:
-        with _lock:
-            self._leave()
-            _refresh()
-
-    def _leave(self) -> None:
-        global _open
-        # As a decorator, one object has a scope for each call in each thread.
-        own = [*filter(_is_own, self._entered)]
-        if not own or own[-1] is not _own_scope():
-            raise RuntimeError(
-                f"`policy_scope({self._policy.name!r})` ends in the thread "
-                "that opened it, and after the scopes opened inside it. Close "
-                "those first, or write `with tfmix.policy_scope(...):`."
-            )
-        scope = own[-1]
-        self._entered.remove(scope)
-        scope.close()
-        _open = tuple(other for other in _open if other is not scope)
+    accepted = resolve_policy(policy)
+    with contextlib.ExitStack() as undo:
+        undo.callback(_refresh, -1)
+        _refresh(1)
+        undo.enter_context(stand_ins.block(policies.rules_of(accepted)))
+        undo.enter_context(context_values.holding(policies=(accepted,)))
+        yield accepted
 
 
 def accept(policy: Any) -> keras.DTypePolicy:
@@ -199,28 +172,6 @@ def accept(policy: Any) -> keras.DTypePolicy:
     return policy
 
 
-class _Choice(threading.local):
-    """A policy that tfmix was given, and what Keras has replaced it by.
-
-    Keras's `set_dtype_policy` sets the policy of one thread, and packages set
-    it for a moment. So each thread keeps a list of its own here.
-    """
-
-    def __init__(self, given: keras.DTypePolicy) -> None:
-        # Python calls this in each thread that uses the object.
-        self.given = given
-        # The first is the given one, and the last is active.
-        self.policies = [given]
-
-    def went_back(self, policy: keras.DTypePolicy) -> bool:
-        """Goes back to an equal policy; returns whether there is one."""
-        known = enumerate(self.policies)
-        equal = [i for i, before in known if _are_equal(before, policy)]
-        if equal:
-            del self.policies[equal[-1] + 1 :]
-        return bool(equal)
-
-
 def _are_equal(before: keras.DTypePolicy, policy: keras.DTypePolicy) -> bool:
     """Returns whether a policy that Keras was given means one before it."""
     if before is policy:
@@ -232,97 +183,70 @@ def _are_equal(before: keras.DTypePolicy, policy: keras.DTypePolicy) -> bool:
     return bool((before if has_rules else policies.plain(before)) == policy)
 
 
-def _with_rules(policy: keras.DTypePolicy) -> keras.DTypePolicy:
-    """Returns the policy that Keras handed out as this plain object."""
-    known = [policy for choice in _choices() for policy in choice.policies]
-    return next((x for x in known if policies.plain(x) is policy), policy)
+def _policies() -> tuple[keras.DTypePolicy, ...]:
+    """Returns the active policy, after those that Keras has replaced by it.
+
+    Keras's `set_dtype_policy` sets the policy of one thread, and packages set
+    it for a moment.
+    """
+    held = context_values.block.get().policies
+    return held or (() if _base is None else (_base,))
 
 
-class _Scope:
-    """One open scope, and the thread that opened it."""
-
-    def __init__(self, policy: keras.DTypePolicy) -> None:
-        self.thread, self._rules = threading.get_ident(), contextlib.ExitStack()
-        self.replace(policy)
-
-    def replace(self, policy: keras.DTypePolicy) -> None:
-        self.choice = _Choice(policy)
-        self.close()
-        self._rules.enter_context(stand_ins.block(policies.rules_of(policy)))
-
-    def close(self) -> None:
-        self._rules.close()
-
-
-def _is_own(scope: _Scope) -> bool:
-    return scope.thread == threading.get_ident()
-
-
-def _own_scope() -> _Scope | None:
-    """Returns the scope that this thread opened last, if one is still open."""
-    return next(filter(_is_own, reversed(_open)), None)
-
-
-def _choice() -> _Choice | None:
-    """Returns the choice that holds for the calling thread."""
-    latest = _open[-1:]
-    scope = _own_scope() or (latest[0] if latest else None)
-    return _base if scope is None else scope.choice
-
-
-def _choices() -> list[_Choice]:
-    """Lists the choices of the process and of all open scopes."""
-    bases = [] if _base is None else [_base]
-    return [*bases, *(scope.choice for scope in _open)]
+def _hold(held: tuple[keras.DTypePolicy, ...] | None) -> None:
+    """Sets the policies of this thread until the block around it ends."""
+    now = context_values.block.get()
+    context_values.block.set(dataclasses.replace(now, policies=held))
 
 
 def _lookup() -> keras.DTypePolicy | None:
-    of_block = context_values.block.get().policy
-    if of_block is not None:
-        return of_block
-    choice = _choice()
-    return None if choice is None else choice.policies[-1]
+    return next(reversed(_policies()), None)
 
 
-def _refresh() -> None:
-    """Updates Keras for the active policies, under the lock."""
-    latest = _open[-1].choice if _open else _base
-    given = None if latest is None else latest.given
-    stand_ins.install(policies.rules_of(given))
-    # A float32 scope only needs the hooks if Keras has another policy.
-    is_on = any(choice.given.name != "float32" for choice in _choices()) or (
-        bool(_open) and global_state.policy_name() != "float32"
-    )
-    replacing.want(replacing.LAYERS, is_on)
-    if is_on:
-        replacing.want(replacing.COMPILE, True)
+def _refresh(opened: int) -> None:
+    """Updates Keras for the active policies, and for scopes that opened."""
+    global _scopes
+    with _lock:
+        _scopes += opened
+        stand_ins.install(policies.rules_of(_base))
+        is_16_bit = _base is not None and _base.name != "float32"
+        is_on = is_16_bit or bool(_scopes)
+        replacing.want(replacing.LAYERS, is_on)
+        if is_on:
+            replacing.want(replacing.COMPILE, True)
 
 
 def _replaced_by_keras(policy: keras.DTypePolicy) -> bool:
     """Follows Keras's `set_dtype_policy`; returns whether tfmix is on."""
-    choice = _choice()
-    if choice is None or not hooks_keras():
+    known = _policies()
+    if not known or not hooks_keras():
         # Other code may have wrapped the attribute, and call our function.
         return False
-    if context_values.block.get().policy is not None:
-        # Every layer that this block creates has the block's policy.
-        return True
-    policy = _with_rules(policy)
-    if choice.went_back(policy):
-        return True
-    accepted = resolve_policy(policy, for_all=True)
-    if not choice.went_back(accepted):
-        choice.policies.append(accepted)
+    accepted = policy
+    if not (back := _up_to(known, policy)):
+        accepted = resolve_policy(policy, for_all=True)
+        back = _up_to(known, accepted)
+    _hold(back or (*known, accepted))
+    if not back:
         _messages.warn_once(
             "keras.config.set_dtype_policy(%r) replaces tfmix's policy %r in "
             "this thread until it is set back. If you mean it, call "
             "tfmix.set_global_policy(%r) instead.",
             accepted.name,
-            choice.given,
+            known[0],
             accepted.name,
-            about=("set_dtype_policy", accepted.name, choice.given.name),
+            about=("set_dtype_policy", accepted.name, known[0].name),
         )
     return True
+
+
+def _up_to(
+    known: tuple[keras.DTypePolicy, ...], policy: keras.DTypePolicy
+) -> tuple[keras.DTypePolicy, ...]:
+    """Returns the policies up to the last one that equals the given one."""
+    while known and not _are_equal(known[-1], policy):
+        known = known[:-1]
+    return known
 
 
 def hooks_keras() -> bool:

@@ -22,17 +22,14 @@ from tfmix._keras import (
     replacing,
     training,
 )
-from tfmix.autocast import (
-    bare_optimizers,
-    exact_inputs,
-    fallback,
-)
+from tfmix.autocast import exact_inputs, fallback
 from tfmix.float8 import chosen_layers
 from tfmix.gradient_scaling import model_call, outermost, placing
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.ops import stand_ins, tensors
 from tfmix.policy import policy as policies
 from tfmix.policy.devices import devices
+from tfmix.step import guard
 
 
 class _Silence:
@@ -186,7 +183,6 @@ class _MixedModel:
             replacing.attach(self._model, replacing.RULES, self)
 
     def _fit(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        exact_inputs.warn_of_rounded_data(args, kwargs)
         return _reports.fit(self._model, original, *args, **kwargs)
 
     def _make_train_function(
@@ -197,9 +193,10 @@ class _MixedModel:
         return made
 
     def _train_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        given = self._place(args, kwargs)
-        with context_values.holding(place_of_step=given):
-            return self._users_code(original, *args, **kwargs)
+        # A step is guarded by `compile`.
+        if (step := guard.current_step()) is not None:
+            step.place = self._place(args, kwargs)
+        return self._users_code(original, *args, **kwargs)
 
     def _users_code(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Runs a step, to which the layers that it calls return float32.
@@ -237,9 +234,7 @@ class _MixedModel:
 
     def _before_tracing(self, original: Callable, **batch: Any) -> None:
         original(**batch)
-        # A step that uses the optimizer itself needs the model's weights.
-        if not bare_optimizers.beside_scaler(self._model):
-            training.build_before_tracing(self._model, **batch)
+        training.build_before_tracing(self._model, **batch)
 
     def _children(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Lists what a function that trains the model is saved with."""

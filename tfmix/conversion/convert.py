@@ -24,6 +24,7 @@ from tfmix.conversion import (
 from tfmix.float8 import chosen_layers
 from tfmix.gradient_scaling import model_call
 from tfmix.loss_scaling import optimizer as scaling
+from tfmix.policy import float32_layers
 from tfmix.policy import policy as policies
 from tfmix.step import guard
 
@@ -47,37 +48,27 @@ class Row:
     why: str
 
 
+@dataclasses.dataclass
 class ConversionReport(_tables.Printed):
     """The changes that `apply_policy` made; prints as a table.
 
-    Args:
-        policy: The policy that was applied.
-        rows: One row per layer, in the model's order.
-        undo: Function that undoes the conversion.
-        notes: Sentences to print below the table.
-
     Attributes:
         policy: The policy that was applied.
-        rows: Tuple of `Row`.
-        notes: Tuple of sentences.
+        rows: One `Row` per layer, in the model's order.
+        notes: Sentences to print below the table.
 
     Examples:
         >>> row = Row("dense", "Dense", "float32", "mixed_float16", "")
         >>> policy = keras.DTypePolicy("mixed_float16")
-        >>> print(str(ConversionReport(policy, [row], print)).splitlines()[0])
+        >>> print(str(ConversionReport(policy, (row,))).splitlines()[0])
         1 layer under mixed_float16: 1 changed, 0 in float32
     """
 
-    def __init__(
-        self,
-        policy: keras.DTypePolicy,
-        rows: list[Row],
-        undo: layer_changes.Undo,
-        notes: tuple[str, ...] = (),
-    ) -> None:
-        self.policy = policy
-        self.rows, self.notes = tuple(rows), notes
-        self._undo: layer_changes.Undo | None = undo
+    policy: keras.DTypePolicy
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+    # A copy whose variables were cast has no way back.
+    way_back: layer_changes.Undo | None = None
 
     def undo(self) -> None:
         """Restores every dtype, method and optimizer.
@@ -91,17 +82,13 @@ class ConversionReport(_tables.Printed):
                 was converted again or quantized since, or if the variables of
                 a copy were cast.
         """
-        if self._undo is None:
+        if self.way_back is None:
             raise RuntimeError(
                 "This conversion has been undone already, or made a copy. Call "
                 "`apply_policy(model, policy)` to convert the model again."
             )
-        self._undo()
-        self._undo = None
-
-    def refuse_undo(self) -> None:
-        """Makes `undo` raise, because the variables of a copy were cast."""
-        self._undo = None
+        self.way_back()
+        self.way_back = None
 
     @property
     def kept(self) -> tuple[Row, ...]:
@@ -206,7 +193,7 @@ def _convert(
                 f"tfmix.convert_model(model, {policy.name!r})`, which returns "
                 "a copy."
             )
-    rows = [
+    rows = tuple(
         Row(
             layers.path_of(step.layer),
             type(step.layer).__name__,
@@ -216,21 +203,17 @@ def _convert(
         )
         for step in steps
         if step.shown
-    ]
+    )
     notes = planned_policies.unused_rules(model, policy)
     float8 = policies.with_rules(policy).is_float8
     if all(row.before == row.after for row in rows) and not (
         float8 or chosen_layers.reasons(model)
     ):
-        if any(row.after == policy.name for row in rows):
-            note = f"The model was {policy.name} already: no layer changes."
-        else:
-            note = "No layer changes: the last column says why."
-        notes = (note, *notes)
+        notes = ("No layer changes: the last column says why.", *notes)
     undo, optimizer = _change(model, policy, steps, optimizer)
     for note in notes:
         _messages.warn("%s", note)
-    return ConversionReport(policy, rows, undo, notes), optimizer
+    return ConversionReport(policy, rows, notes, undo), optimizer
 
 
 def _change(
@@ -299,7 +282,7 @@ def converted_copy(
         optimizer = type(optimizer).from_config(optimizer.get_config())
     report, optimizer = _convert(twin, policy, optimizer, may_cast=True)
     if casts:
-        report.refuse_undo()
+        report.way_back = None
     return twin, report, optimizer
 
 
@@ -377,8 +360,8 @@ def prepare(
         A named tuple `(model, optimizer, report)`.
 
     Raises:
-        TypeError, ValueError: As for `apply_policy`, and if you pass both a
-            policy object and `keep_batchnorm_fp32`.
+        TypeError, ValueError: As for `apply_policy`, and if
+            `keep_batchnorm_fp32` comes with another policy than a level.
 
     Examples:
         >>> model = keras.Sequential(
@@ -390,12 +373,7 @@ def prepare(
         'LossScaleOptimizer'
     """
     if keep_batchnorm_fp32 is not None:
-        if not isinstance(level, str):
-            raise ValueError(
-                "`keep_batchnorm_fp32` goes with a level's name. Received: "
-                f"level={level!r}. Pass it to the Policy instead."
-            )
-        level = policies.Policy(level, keep_batchnorm_fp32=keep_batchnorm_fp32)
+        level = _with_batchnorm(level, keep_batchnorm_fp32)
     accepted = global_policy.resolve_policy(level)
     _arguments.model(model)
     instance = keras.optimizers.get(optimizer)
@@ -404,6 +382,21 @@ def prepare(
         return Prepared(model, instance, report)
     report, instance = _convert(model, accepted, instance)
     return Prepared(model, instance, report)
+
+
+def _with_batchnorm(level: Any, is_kept: bool) -> policies.Policy:
+    """Returns a level that keeps `BatchNormalization` in float32, or not."""
+    if level not in float32_layers.LEVELS or not isinstance(is_kept, bool):
+        raise ValueError(
+            "`keep_batchnorm_fp32` is True or False for one of the levels "
+            f"{[*float32_layers.LEVELS]}. Received: level={level!r}, "
+            f"keep_batchnorm_fp32={is_kept!r}. Name the layers of other "
+            "policies: tfmix.Policy(name, float32_layers=[...])."
+        )
+    policy = policies.Policy(level)
+    name = float32_layers.BATCH_NORMALIZATION.layer_class
+    others = [item for item in policy.float32_layers if item != name]
+    return policies.changed(policy, float32_layers=[name] * is_kept + others)
 
 
 def _wrap_optimizer(

@@ -12,9 +12,6 @@ from tfmix._keras import files, layers
 from tfmix.autocast import global_policy
 from tfmix.autocast import record as mixed_model
 
-# This length holds the first sentence of Keras's message, and a path.
-_LONGEST = 300
-
 
 def copy_model(model: keras.Model) -> keras.Model:
     """Copies a model through Keras's own saving, optimizer included."""
@@ -32,8 +29,11 @@ def copy_model(model: keras.Model) -> keras.Model:
     except Exception as error:
         raise TypeError(
             "`model` cannot be copied: Keras cannot save and load it. "
-            f"Received: model={model!r}. The cause is {_first_cause(error)} "
-            f"{_advice(model)}convert it in place: "
+            f"Received: model={model!r}. The cause is "
+            f"{type(error).__name__}: {error}. Put "
+            "`@keras.saving.register_keras_serializable()` on classes and "
+            "functions of your own, give a class a `get_config` with all "
+            "arguments of the constructor, or convert it in place: "
             "apply_policy(model, policy)."
         ) from error
     return twin
@@ -99,28 +99,3 @@ def _copy_unsaved(twin: keras.Model, model: keras.Model) -> None:
             if copy.path and original.path:
                 layers.set_path(copy, original.path)
             layers.rematerialize_alike(copy, original)
-
-
-def _first_cause(error: BaseException) -> str:
-    """Describes the first error of a chain; later ones are about files."""
-    before: BaseException | None = error
-    while before is not None:
-        error, before = before, before.__cause__ or before.__context__
-    text = " ".join(str(error).split())
-    if len(text) > _LONGEST:
-        text = f"{text[:_LONGEST]}..."
-    return f"{type(error).__name__}: {text or 'no message'}"
-
-
-def _advice(model: keras.Model) -> str:
-    """Advises how to make Keras find the classes and their arguments."""
-    own = {
-        type(layer).__name__
-        for layer in layers.flat_layers(model)
-        if not layers.is_builtin(layer)
-    }
-    names = ", ".join(sorted(own)) or "each class and function of your own"
-    return (
-        f"Put `@keras.saving.register_keras_serializable()` on {names}, and "
-        "give a class a `get_config` with all arguments of the constructor, or "
-    )

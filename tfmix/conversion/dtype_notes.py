@@ -17,19 +17,16 @@ _DIGITS = {
 }
 
 
-def on_compile(model: keras.Model) -> bool:
+def on_compile(model: keras.Model) -> None:
     """Warns once of float32 layers that the policy does not reach.
 
     It also names a last activation in 16 bit.
-
-    Returns:
-        Whether there are such float32 layers.
     """
     for note in last_activations(model):
         _messages.warn_once("%s", note, about=note)
     policy = global_policy.global_policy()
     if not policies.is_sixteen_bit(policy):
-        return False
+        return
     wide = [
         step.layer
         for step in planned_policies.plan(model, policy)
@@ -39,7 +36,7 @@ def on_compile(model: keras.Model) -> bool:
     ]
     late = [*filter(compiling.is_float32_without_policy, wide)]
     if not late:
-        return False
+        return
     is_name = policies.with_rules(policy).has_default_rules
     _messages.warn_once(
         "%d of %d layers that gain from %r compute in float32: they come from "
@@ -51,7 +48,6 @@ def on_compile(model: keras.Model) -> bool:
         repr(policy.name) if is_name else "tfmix.global_policy()",
         about=("float32 layers", model.name, len(late), len(wide)),
     )
-    return True
 
 
 def last_activations(

@@ -68,11 +68,8 @@ def check_undo(steps: list[planned_policies.Step]) -> None:
         if made != now and not fallback.reason(step.layer):
             raise RuntimeError(
                 f"This conversion made layer {step.layer.name!r} {made!r}, and "
-                f"it is {now!r} by now: the model, or a part of it, was "
-                "converted again or quantized. Undo the later conversion "
-                "first. A quantized model has no way back: convert and "
-                "quantize a copy instead, `convert_model(model, "
-                "'float32').quantize('int8')`."
+                f"it is {now!r} by now. Undo the later conversion first. A "
+                "quantized model has no way back: quantize a copy instead."
             )
 
 

@@ -32,6 +32,7 @@ class LayerDtypes:
     output: str
 
 
+@dataclasses.dataclass
 class ModelSummary(_tables.Printed):
     """The dtypes of a model's layers; prints as a table.
 
@@ -41,10 +42,8 @@ class ModelSummary(_tables.Printed):
             which last layer rounds its probabilities to 16 bit.
     """
 
-    def __init__(
-        self, rows: tuple[LayerDtypes, ...], notes: tuple[str, ...]
-    ) -> None:
-        self.rows, self.notes = rows, notes
+    rows: tuple[LayerDtypes, ...]
+    notes: tuple[str, ...]
 
     def __repr__(self) -> str:
         return f"<ModelSummary {self._title()}>"

@@ -71,9 +71,9 @@ def of(model: keras.Model) -> Any:
         A number, or a float32 scalar tensor; a power of two under the default
         rule.
     """
-    of_step = context_values.block.get().place_of_step
     step = guard.current_step()
-    if of_step is not None and not (step is not None and step.is_own):
+    of_step = None if step is None else step.place
+    if step is not None and of_step is not None and not step.is_own:
         return of_step
     known = [] if of_step is None else [of_step]
     if _ON_TENSORFLOW:

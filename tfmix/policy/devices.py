@@ -204,9 +204,5 @@ def _read_jax() -> list[Device]:
 
 def _capability(value: object) -> tuple[int, int] | None:
     """Reads a capability: TensorFlow returns `(8, 0)`, JAX `"8.0"`."""
-    if isinstance(value, str):
-        match = re.fullmatch(r"(\d+)\.(\d+)", value)
-        return (int(match[1]), int(match[2])) if match else None
-    if isinstance(value, tuple | list) and len(value) == 2:
-        return int(value[0]), int(value[1])
-    return None
+    numbers = [*map(int, re.findall(r"\d+", str(value)))]
+    return (numbers[0], numbers[1]) if len(numbers) == 2 else None

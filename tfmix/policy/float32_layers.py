@@ -3,12 +3,10 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
-
-from tfmix import _arguments
 
 RuleItem = str | type
 
@@ -28,6 +26,7 @@ _WIDE_AVERAGE = "averages many values; kept with the other averages"
 _NORMALISED = "the sum of squares leaves float16's range: zeros"
 _RAW = "raw features lose their digits in 16 bit"
 _SOFTMAX = "probabilities lose their small values"
+_MASKED = "other values may round to the masked one"
 _SPECTRUM = "infinite in float16, a TypeError in bfloat16"
 
 # `benchmarks/layers.py` measured these on Keras 3.12 to 3.15. The global
@@ -46,6 +45,7 @@ DEFAULT_LAYER_RULES: tuple[LayerRule, ...] = (
     LayerRule("AveragePooling1D", _AVERAGED),
     LayerRule("AveragePooling2D", _AVERAGED),
     LayerRule("AveragePooling3D", _AVERAGED),
+    LayerRule("Masking", _MASKED),
     LayerRule("STFTSpectrogram", _SPECTRUM),
     # All preprocessing layers derive from this class, which is `DataLayer` in
     # Keras 3.15 and `TFDataLayer` in 3.12.
@@ -66,10 +66,11 @@ NO_CPU_KERNELS = tuple(
 LAYER_NORMALIZATION = LayerRule(
     "LayerNormalization", "on the black list of level O2"
 )
-_BLACK_LIST = (LAYER_NORMALIZATION, *DEFAULT_LAYER_RULES)
+_KEPT_BY_LEVELS = (BATCH_NORMALIZATION, *DEFAULT_LAYER_RULES)
+_BLACK_LIST = (LAYER_NORMALIZATION, *_KEPT_BY_LEVELS)
 # The reason why each layer of tfmix's own rules stays in float32.
 REASONS: dict[RuleItem, str] = {
-    rule.layer_class: rule.why for rule in (*_BLACK_LIST, BATCH_NORMALIZATION)
+    rule.layer_class: rule.why for rule in _BLACK_LIST
 }
 
 # This is MindSpore's AMP_WHITE_LIST (`train/amp.py`) in Keras's names, with
@@ -87,34 +88,27 @@ class Level:
     """One of Apex's and MindSpore's levels, in tfmix's terms."""
 
     policy: str
-    only_matmuls: bool  # only the white list computes in 16 bit
-    rules: tuple[LayerRule, ...]
-    op_rules: bool  # true if the default op rules are active
-    keep_batchnorm_fp32: bool
-    loss_scale: str | None  # "dynamic" or nothing
+    rules: tuple[LayerRule, ...] = ()
+    op_rules: bool = False  # true if the default op rules are active
 
 
 LEVELS: dict[str, Level] = {
     # Everything in float32: Apex's and MindSpore's baseline.
-    "O0": Level("float32", False, (), False, False, None),
+    "O0": Level("float32"),
     # Only layers on the white list compute in 16 bit. The loss is scaled, as
     # in Apex; MindSpore leaves that to its user.
-    "O1": Level(
-        "mixed_float16", True, DEFAULT_LAYER_RULES, True, True, "dynamic"
-    ),
+    "O1": Level("mixed_float16", _KEPT_BY_LEVELS, True),
     # Everything but the black list computes in 16 bit. On it are batch and
     # layer normalisation, and the layers that tfmix measured.
-    "O2": Level("mixed_float16", False, _BLACK_LIST, True, True, "dynamic"),
+    "O2": Level("mixed_float16", _BLACK_LIST, True),
     # Everything is in 16 bit, variables included. It shows the highest speed,
     # but is not meant for training.
-    "O3": Level("float16", False, (), False, False, None),
+    "O3": Level("float16"),
 }
 
 
-def default_float32_layers(
-    *, add: Iterable[RuleItem] = (), remove: Iterable[str] = ()
-) -> list[RuleItem]:
-    """Returns the default rules, extended or shortened, as a fresh list.
+def default_float32_layers(*, add: Iterable[RuleItem] = ()) -> list[RuleItem]:
+    """Returns the default rules, extended, as a fresh list.
 
     Use it to write a policy's own list:
     `Policy(name, float32_layers=Policy.default_float32_layers(add=[...]))`.
@@ -122,36 +116,16 @@ def default_float32_layers(
     Args:
         add: Items to append: layer classes, class names, or regular
             expressions. Defaults to none.
-        remove: Names of the default list to leave out. Defaults to none.
 
     Returns:
         A list of rule items; changing it changes nothing else.
 
-    Raises:
-        ValueError: If an item of `add` is there already, or one of `remove`
-            is not.
-
     Examples:
-        >>> "Softmax" in default_float32_layers(remove=["Average"])
+        >>> "Softmax" in default_float32_layers()
         True
     """
     names = [rule.layer_class for rule in DEFAULT_LAYER_RULES]
-    allowed = f"layers of the default list, {names}"
-    return list(resolve([*without(names, remove, allowed), *add]))
-
-
-def without(
-    default: Sequence[str], remove: Iterable[str], allowed: str
-) -> list[str]:
-    """Returns a default list without the names in `remove`."""
-    removed = list(remove)
-    for name in removed:
-        if name not in default:
-            raise ValueError(
-                f"`remove` may only name {allowed}. Received: {name!r}."
-                f"{_arguments.did_you_mean(name, default)}"
-            )
-    return [name for name in default if name not in removed]
+    return list(resolve([*names, *add]))
 
 
 def resolve(
@@ -159,27 +133,22 @@ def resolve(
 ) -> tuple[RuleItem, ...]:
     """Checks a list of layer rules and returns it as a tuple."""
     check = functools.partial(_check, argument=argument)
-    return distinct(argument, items, check, "['Softmax', 'head.*']")
+    return checked(argument, items, check, "['Softmax', 'head.*']")
 
 
-def distinct(
+def checked(
     argument: str, items: Any, check: Callable[[Any], None], example: str
 ) -> tuple[Any, ...]:
-    """Checks the items of a list, of which none may come twice."""
+    """Checks the items of a list, and leaves out repetitions."""
     if isinstance(items, str | type) or not isinstance(items, Iterable):
         raise TypeError(
             f"`{argument}` must be a list, for example {example}. "
             f"Received: {argument}={items!r}."
         )
-    seen: list[Any] = []
-    for item in items:
+    every = list(items)
+    for item in every:
         check(item)
-        if item in seen:
-            raise ValueError(
-                f"`{argument}` names {item!r} twice. Leave one out."
-            )
-        seen.append(item)
-    return tuple(seen)
+    return tuple(dict.fromkeys(every))
 
 
 def matches(

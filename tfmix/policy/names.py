@@ -1,6 +1,6 @@
 """The names of policies, and what people write instead of them."""
 
-from tfmix import _arguments, _formats
+from tfmix import _arguments
 from tfmix.policy import float32_layers
 
 DTYPE_NAMES = (
@@ -14,26 +14,13 @@ DTYPE_NAMES = (
 FLOAT8 = "mixed_float8"
 NAMES = (*DTYPE_NAMES, FLOAT8, "auto", *float32_layers.LEVELS)
 
-# Names from other libraries are suggestions in an error, not accepted.
-_ALIASES = {
-    **dict.fromkeys(
-        ("fp32", "float", "single", "full", "mixed_float32"), "float32"
-    ),
-    **dict.fromkeys(
-        (
-            *("fp16", "half", "mixed", "amp", "16", "16-mixed"),
-            *("mixed_fp16", "mixed_half", "mixed_precision"),
-            *("float16_mixed", "fp16_mixed", "half_mixed"),
-        ),
-        "mixed_float16",
-    ),
-    **dict.fromkeys(
-        ("bf16", "bfloat", "bf16-mixed", "mixed_bf16", "bfloat16_mixed"),
-        "mixed_bfloat16",
-    ),
-    "f16": "float16",
-    **dict.fromkeys(("float8", "fp8", "f8", "mixed_fp8"), FLOAT8),
-    **{f"o{number}": f"O{number}" for number in range(4)},
+# Names from other libraries contain these. They are suggestions in an error,
+# not accepted.
+_MARKS = {
+    "bf": "mixed_bfloat16",
+    **dict.fromkeys(("fp8", "float8"), FLOAT8),
+    **dict.fromkeys(("16", "half", "mixed", "amp"), "mixed_float16"),
+    "32": "float32",
 }
 
 
@@ -42,12 +29,9 @@ def check(name: object) -> None:
     allowed = f"one of {list(NAMES)}"
     if not isinstance(name, str):
         dtype = getattr(name, "name", None) or getattr(name, "__name__", "")
-        hint = f" Did you mean {dtype!r}?" if dtype in DTYPE_NAMES else ""
-        if dtype in _formats.SIXTEEN_BIT:
-            hint = f" Did you mean 'mixed_{dtype}', or pure {dtype!r}?"
         raise TypeError(
-            f"A policy's name must be a string, {allowed}. "
-            f"Received: name={name!r} of type {type(name).__name__}.{hint}"
+            f"A policy's name must be a string, {allowed}. Received: "
+            f"name={name!r} of type {type(name).__name__}.{_hint(str(dtype))}"
         )
     if name not in NAMES:
         raise ValueError(
@@ -57,9 +41,7 @@ def check(name: object) -> None:
 
 
 def _hint(name: str) -> str:
-    key = name.strip().lower()
-    candidates = {own: own for own in (*DTYPE_NAMES, FLOAT8, "auto")} | _ALIASES
-    # Any word with an "o", such as "bool", would otherwise look like "O3".
-    if key.startswith("o") and len(key) <= 3:
-        candidates = {level.lower(): level for level in float32_layers.LEVELS}
-    return _arguments.did_you_mean(key, candidates, cutoff=0.5)
+    for mark, meant in _MARKS.items():
+        if mark in name.lower():
+            return f" Did you mean {meant!r}?"
+    return _arguments.did_you_mean(name.strip(), NAMES, cutoff=0.5)

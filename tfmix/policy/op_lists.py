@@ -115,10 +115,8 @@ EXACT = frozenset(
 OF_ANGLES = frozenset(("cos", "sin", "tan"))
 
 
-def default_float32_ops(
-    *, add: Iterable[str] = (), remove: Iterable[str] = ()
-) -> list[str]:
-    """Returns the default op rules, extended or shortened, as a fresh list.
+def default_float32_ops(*, add: Iterable[str] = ()) -> list[str]:
+    """Returns the default op rules, extended, as a fresh list.
 
     Use it to write a policy's own list:
     `Policy(name, float32_ops=Policy.default_float32_ops(add=["cos"]))`. An op
@@ -126,30 +124,24 @@ def default_float32_ops(
 
     Args:
         add: Names to append. Defaults to none.
-        remove: Names to leave out. Defaults to none.
 
     Returns:
         A list of op names; changing it changes nothing else.
 
     Raises:
-        ValueError: If a name in `add` is unknown or on the list already, or
-            a name in `remove` is not on the list.
+        ValueError: If a name in `add` is unknown.
 
     Examples:
         >>> "softmax" in default_float32_ops()
         True
-        >>> "sum" in default_float32_ops(remove=["sum"])
-        False
     """
-    allowed = "ops of the default list"
-    kept = float32_layers.without(DEFAULT_FLOAT32_OPS, remove, allowed)
-    return list(resolve([*kept, *add]))
+    return list(resolve([*DEFAULT_FLOAT32_OPS, *add]))
 
 
 def resolve(names: Iterable[str]) -> tuple[str, ...]:
     """Checks a list of op names and returns it as a tuple."""
     example = "['softmax', 'sum']"
-    return float32_layers.distinct("float32_ops", names, _check, example)
+    return float32_layers.checked("float32_ops", names, _check, example)
 
 
 def _check(name: object) -> None:

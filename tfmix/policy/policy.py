@@ -14,12 +14,7 @@ from tfmix.policy.devices import auto_policy, is_on_tensorflows_cpu
 
 # Every 16-bit policy has this rule, in addition to its ops.
 SIXTEEN_BIT = "(16 bit)"
-_SETTINGS = (
-    "float32_layers",
-    "float32_ops",
-    "keep_batchnorm_fp32",
-    "float8_layers",
-)
+_SETTINGS = ("float32_layers", "float32_ops", "float8_layers")
 
 
 class Policy(keras.DTypePolicy):
@@ -38,16 +33,13 @@ class Policy(keras.DTypePolicy):
         float32_layers: List of layers kept in float32, the whole list: layer
             classes, class names, or regular expressions matched whole against
             a layer's name or path. Defaults to what was measured to break;
-            `tfmix.Policy.default_float32_layers(add=[...])` extends it.
+            `tfmix.Policy.default_float32_layers(add=[...])` extends it. With
+            `"float16"` and `"bfloat16"`, no list leaves out
+            `BatchNormalization`, whose moving statistics need small updates.
         float32_ops: List of `keras.ops` computed in float32, the whole list.
             Defaults to those that were measured to be wrong, infinite or
             missing in 16 bit; `tfmix.Policy.default_float32_ops(add=[...])`
             extends it.
-        keep_batchnorm_fp32: Boolean, whether `BatchNormalization` computes
-            and answers in float32. Defaults to the level's choice. Without a
-            level, to `True` for the pure 16-bit policies, whose moving
-            statistics would lose their small updates, else to `False`: Keras
-            keeps them in float32 under the mixed policies.
         float8_layers: List of the layers that multiply in float8 under
             `"mixed_float8"`, as in `float32_layers`: `Dense` and
             `EinsumDense` layers, those inside of attention included, whose
@@ -58,7 +50,7 @@ class Policy(keras.DTypePolicy):
     Raises:
         TypeError: If `name` or a list has the wrong type.
         ValueError: If `name` is none of the above, a list names something
-            twice or something unknown, or `float8_layers` is given to another
+            unknown, or `float8_layers` is given to another
             policy than `"mixed_float8"`.
 
     Examples:
@@ -78,7 +70,6 @@ class Policy(keras.DTypePolicy):
         *,
         float32_layers: Iterable[layer_rules.RuleItem] | None = None,
         float32_ops: Iterable[str] | None = None,
-        keep_batchnorm_fp32: bool | None = None,
         float8_layers: Iterable[layer_rules.RuleItem] | None = None,
     ) -> None:
         names.check(name)
@@ -86,7 +77,6 @@ class Policy(keras.DTypePolicy):
         self.is_float8 = name == names.FLOAT8
         # The name it was created with, if its dtypes have another name.
         self.level = name if level or self.is_float8 else None
-        self._only_matmuls = bool(level and level.only_matmuls)
         dtypes = level.policy if level else name
         dtypes = "mixed_bfloat16" if self.is_float8 else dtypes
         super(Policy, self).__init__(  # noqa: UP008, see `__class__`
@@ -104,16 +94,6 @@ class Policy(keras.DTypePolicy):
             if float32_ops is None
             else op_rules.resolve(float32_ops)
         )
-        if keep_batchnorm_fp32 is None:
-            pure = self.compute_dtype == self.variable_dtype
-            pure = pure and self.variable_dtype in _formats.SIXTEEN_BIT
-            keep_batchnorm_fp32 = level.keep_batchnorm_fp32 if level else pure
-        elif not isinstance(keep_batchnorm_fp32, bool):
-            raise TypeError(
-                "`keep_batchnorm_fp32` must be True, False or None. "
-                f"Received: keep_batchnorm_fp32={keep_batchnorm_fp32!r}."
-            )
-        self._keep_batchnorm = keep_batchnorm_fp32
         self._float8_layers = _float8_layers(name, float8_layers)
         # Keras asks for it whenever a layer is created.
         self._plain = keras.DTypePolicy(self.name)
@@ -136,11 +116,6 @@ class Policy(keras.DTypePolicy):
     def float32_ops(self) -> list[str]:
         """The ops computed in float32, as a copy."""
         return list(self._float32_ops)
-
-    @property
-    def keep_batchnorm_fp32(self) -> bool:
-        """Whether `BatchNormalization` computes and answers in float32."""
-        return self._keep_batchnorm
 
     @property
     def float8_layers(self) -> list[layer_rules.RuleItem] | None:
@@ -180,7 +155,8 @@ class Policy(keras.DTypePolicy):
                 listed = f"listed in float32_layers: {shown}"
                 return layer_rules.REASONS.get(item, listed)
         kept = [layer_rules.SAVED_MODEL]
-        if self._keep_batchnorm:
+        is_pure = self.compute_dtype == self.variable_dtype
+        if is_pure and self.level is None:
             kept.append(layer_rules.BATCH_NORMALIZATION)
         if self.compute_dtype == _formats.FLOAT16.name:
             kept += layer_rules.NO_CPU_KERNELS
@@ -194,30 +170,10 @@ class Policy(keras.DTypePolicy):
 
     def outside_white_list(self, layer_class: type) -> bool:
         """Returns whether level O1 keeps a class in float32 (no matmul)."""
-        return self._only_matmuls and not any(
+        return self.level == "O1" and not any(
             base.__name__ in layer_rules.MATMUL_LAYERS
             for base in layer_class.__mro__
         )
-
-    def get_config(self) -> dict[str, str]:
-        """Returns the configuration of the plain policy: its name.
-
-        The configuration leaves out the lists, because plain Keras must be
-        able to load a layer that has this policy. `from_config` finds the
-        lists on the object that this method returns; a file keeps only the
-        name. `copy`, `pickle` and `repr` keep the lists.
-        """
-        config = _Config(name=self.name)
-        config.policy = self
-        return config
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "Policy":
-        """Returns the policy of a configuration, lists included."""
-        known: Policy | None = getattr(config, "policy", None)
-        if known is not None and config == {"name": known.name}:
-            return known
-        return cls(**config)
 
     def __repr__(self) -> str:
         shown = [repr(self.level or self.name)]
@@ -247,9 +203,8 @@ class Policy(keras.DTypePolicy):
         return functools.partial(Policy, **settings), (self.level or self.name,)
 
     def _content(self) -> tuple[Any, ...]:
-        lists = self._float32_layers, self._float32_ops
-        kinds = self._keep_batchnorm, self._only_matmuls, self.is_float8
-        return self.name, *lists, *kinds, self._float8_layers
+        lists = self._float32_layers, self._float32_ops, self._float8_layers
+        return self.name, self.level, *lists
 
 
 def _float8_layers(
@@ -269,12 +224,6 @@ def changed(policy: Policy, name: str | None = None, **settings: Any) -> Policy:
     """Returns a policy with other settings, and another name if given."""
     kept = {field: getattr(policy, field) for field in _SETTINGS}
     return Policy(name or policy.level or policy.name, **{**kept, **settings})
-
-
-class _Config(dict[str, str]):
-    """A configuration that remembers its policy."""
-
-    policy: Policy
 
 
 def with_rules(policy: keras.DTypePolicy) -> Policy:

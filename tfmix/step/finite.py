@@ -194,8 +194,8 @@ def apply_if_finite(
     bad = _bad_of_step(list(grads))
     applied = _known(ops.logical_not(ops.any(bad)))
     # An optimizer computes in the dtypes of its variables: the rules of a
-    # model's step only cost time here.
-    with context_values.holding(is_chosen=True, rules=context_values.NO_RULES):
+    # model's step only cost time here, and would check the gradients again.
+    with context_values.holding(rules=context_values.NO_RULES):
         if _is_selected(applied):
             with keras_variables.selecting(applied, variables):
                 update()
@@ -263,14 +263,6 @@ def by_variable(bad: Any, optimizer: Any, variables: Sequence) -> Any:
         return bad
     is_row = np.equal.outer(every, rows)
     return ops.any(ops.logical_and(is_row, bad), axis=1)
-
-
-def is_chosen() -> bool:
-    """Returns whether an `apply_if_finite` runs the caller.
-
-    Then the caller does not check again.
-    """
-    return context_values.block.get().is_chosen
 
 
 def _is_selected(condition: Any) -> bool:

@@ -128,6 +128,7 @@ class Step:
         updated: The `id`s of the variables that an `apply` got.
         scaled: The `id`s of the optimizers that scaled a loss.
         applied: What the last `apply` reported; `None` if there was none.
+        place: The place that the model's optimizer gives its gradients.
     """
 
     model: keras.Model
@@ -137,6 +138,7 @@ class Step:
     updated: set[int] = dataclasses.field(default_factory=set)
     scaled: set[int] = dataclasses.field(default_factory=set)
     applied: Any = None
+    place: Any = None
 
     def outcome(self, before: list, after: list) -> Outcome:
         """Returns what the step did.

@@ -95,18 +95,6 @@ def _run(options: argparse.Namespace) -> int:
 
 def _launch(options: argparse.Namespace) -> int:
     """Starts a script with a policy; this process never imports Keras."""
-    asked = [*filter(None, (options.policy, options.against))]
-    if not {*asked} <= {*_POLICIES}:
-        with startup_log_held_back():
-            from tfmix.policy import names
-
-        for name in asked:
-            names.check(name)
-    if len(asked) == 2 and len({*asked}) == 1:
-        raise ValueError(
-            f"Both runs would be in {options.policy}. Give --policy and "
-            "--against two policies."
-        )
     if options.repeat < 1:
         raise ValueError(
             "`--repeat` must be at least 1. Received: --repeat "
@@ -125,12 +113,6 @@ def _launch(options: argparse.Namespace) -> int:
         )
     if options.module:
         words = ["-m", *words]
-    elif not os.path.exists(words[0]):
-        raise ValueError(
-            f"There is no file {words[0]!r}. Give the path of a script, or "
-            "`-m` and the name of a module."
-        )
-    _point_out_late_options(options.words)
     place = options.report
     if place and not os.path.isdir(os.path.dirname(os.path.abspath(place))):
         raise ValueError(
@@ -149,18 +131,6 @@ def _launch(options: argparse.Namespace) -> int:
         options.json,
     )
     return int(code)
-
-
-def _point_out_late_options(words: Sequence[str]) -> None:
-    """Says which options after the script's name go to the script."""
-    ours = {option for option in (*_JSON, *_RUN) if option[:2] == "--"}
-    late = [word for word in words[1:] if word.partition("=")[0] in ours]
-    if late:
-        print(
-            f"tfmix run: {words[0]} gets {', '.join(late)}. Options of tfmix "
-            "stand before it.",
-            file=sys.stderr,
-        )
 
 
 @contextlib.contextmanager
@@ -238,7 +208,14 @@ _POLICIES = (
     *("float32", "mixed_float16", "mixed_bfloat16", "float16", "bfloat16"),
     *("mixed_float8", "auto", "O0", "O1", "O2", "O3"),
 )
-_LISTED = ", ".join(_POLICIES)
+
+
+def _policy(summary: str, **settings: Any) -> dict[str, Any]:
+    summary = f"{', '.join(_POLICIES)}; {summary}"
+    own = {"choices": _POLICIES, "metavar": "POLICY", "help": summary}
+    return {**own, **settings}
+
+
 _CHECK: _Options = {
     **_MODEL,
     "--data": _file(
@@ -247,13 +224,11 @@ _CHECK: _Options = {
         required=True,
     ),
     "--loss": {"help": "a loss of Keras (default: the compiled one)"},
-    "--policy": {
-        "help": f"{_LISTED} (default: the model's own, for a float32 model "
-        "mixed_float16)"
-    },
+    "--policy": _policy(
+        "default: the model's own, for a float32 model mixed_float16"
+    ),
     "--suggest": _flag("suggest a policy with the layers at fault in float32"),
     "--verbose": _flag("print every layer, not the worst alone"),
-    "--html": _file("write a report to this file"),
 }
 _ROWS = {"type": int, "required": True, "help": "rows of a training batch"}
 _SHAPE = {"type": int, "nargs": "+", "help": "sizes of one row, if left free"}
@@ -266,29 +241,25 @@ _COMPILE: _Options = {
         "(default: h200)",
     },
     "--batch-size": _ROWS,
-    "--policy": {"help": f"{_LISTED} (default: the model's own)"},
+    "--policy": _policy("default: the model's own"),
 }
 _CONVERT: _Options = {
     "source": _file("a .keras file"),
     "target": _file("the file to write"),
-    "--policy": {"required": True, "help": _LISTED},
+    "--policy": _policy("what to convert to", required=True),
     "--inference": _flag("leave out the optimizer and the loss"),
     "--overwrite": _flag("replace an existing file"),
 }
 _DEMO: _Options = {
     "--epochs": {"type": int, "help": "passes over the data"},
     "--seeds": {"type": int, "help": "runs per policy"},
-    "--out": {"default": "out", "help": "folder for the plot (default: out)"},
 }
 _RUN: _Options = {
-    "--policy": {
-        "help": f"{_LISTED}; replaces the script's own (default: the script's "
-        "own, else auto, which suits the device)",
-    },
-    "--against": {
-        "metavar": "POLICY",
-        "help": "run in this policy first, and compare",
-    },
+    "--policy": _policy(
+        "replaces the script's own (default: the script's own, else auto, "
+        "which suits the device)"
+    ),
+    "--against": _policy("run in this policy first, and compare"),
     "--repeat": {
         "type": int,
         "default": 1,
@@ -336,7 +307,7 @@ _COMMANDS: dict[str, tuple[str, tuple[str, ...], _Options]] = {
         "compare a saved model in 16 bit with float32, layer by layer",
         (
             " model.keras --data batch.npz",
-            " model.keras --data batch.npz --suggest --html report.html",
+            " model.keras --data batch.npz --suggest --verbose",
             " model.keras --data batch.npz --loss mse --json",
         ),
         _CHECK,
@@ -377,7 +348,7 @@ _COMMANDS: dict[str, tuple[str, tuple[str, ...], _Options]] = {
     ),
     "demo": (
         "train on real scanned digits under three policies and compare",
-        ("", " --epochs 4 --seeds 1 --out plots"),
+        ("", " --epochs 6 --seeds 1"),
         _DEMO,
     ),
 }

@@ -1,11 +1,13 @@
 """Runs each command of the shell: reads its input, calls one function."""
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import json
 import pathlib
 import textwrap
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -48,12 +50,9 @@ def run_doctor(options: argparse.Namespace) -> Outcome:
 
 def run_check(options: argparse.Namespace) -> Outcome:
     """Checks a saved model in 16 bit on a batch from a file."""
-    if options.html:
-        _check_folder(options.html)
     x, y = read_batch(options.data)
     # A given loss replaces the compiled one, which need not load then.
     model = load_model(options.model, compiled=options.loss is None)
-    x = arranged(x, model)
     notes = []
     if y is not None and not (options.loss or getattr(model, "loss", None)):
         y = None
@@ -83,9 +82,6 @@ def run_check(options: argparse.Namespace) -> Outcome:
         added = [layer for layer in policy.float32_layers if layer not in known]
         extra = f" with {added} in float32 as well" if added else ""
         notes.append(f"suggested: {policy.level or policy.name!r}{extra}")
-    if options.html:
-        report.to_html(options.html)
-        notes.append(f"report: {options.html}")
     notes.append("headroom: how often a value can double before it overflows.")
     data["notes"] += notes
     report = dataclasses.replace(report, verbose=options.verbose)
@@ -166,39 +162,31 @@ def run_demo(options: argparse.Namespace) -> Outcome:
         )
     given = {"epochs": options.epochs, "seeds": options.seeds}
     settings = {name: v for name, v in given.items() if v is not None}
-    report = demo.run(out=options.out, quiet=options.json, **settings)
+    report = demo.run(quiet=options.json, **settings)
     return Outcome(report, report.to_dict(), report.healthy)
 
 
 def load_model(path: pathlib.Path, compiled: bool) -> keras.Model:
     """Loads a model from a `.keras` file, with or without compiled parts."""
-    saved = "a model that was saved with `model.save('NAME.keras')`."
-    _check_file(path, f"Give the path of {saved}")
-    try:
+    with _reading(path, "Save a model with `model.save('NAME.keras')`."):
         return keras.saving.load_model(path, compile=compiled)
+
+
+@contextlib.contextmanager
+def _reading(path: pathlib.Path, advice: str) -> Iterator[None]:
+    """Names the file in each error of a block, and says how to write it."""
+    try:
+        yield
     except Exception as error:
-        # For a broken file, Keras passes on errors of zipfile and h5py, and
-        # KeyError for a missing entry.
+        # Keras and NumPy pass on errors of zipfile, h5py and zlib.
         raise ValueError(
-            f"Keras cannot load {str(path)!r}: {type(error).__name__}: "
-            f"{error} A model with classes of your own is used from "
-            "Python, where they are known."
+            f"Cannot load {str(path)!r}: {type(error).__name__}: {error} "
+            f"{advice}"
         ) from error
 
 
-def _check_file(path: pathlib.Path, advice: str) -> None:
-    if path.is_dir():
-        raise ValueError(f"{str(path)!r} is a directory, no file. {advice}")
-    if not path.is_file():
-        raise ValueError(f"There is no file {str(path)!r}. {advice}")
-
-
 def _check_folder(path: pathlib.Path) -> None:
-    """Refuses an output file that is a folder, or whose folder is missing."""
-    if path.is_dir():
-        raise ValueError(
-            f"{str(path)!r} is a folder. Give the name of a file in it."
-        )
+    """Refuses an output file whose folder is missing."""
     if not path.parent.is_dir():
         raise ValueError(
             f"There is no folder {str(path.parent)!r} to write {path.name!r} "
@@ -208,42 +196,14 @@ def _check_folder(path: pathlib.Path) -> None:
 
 def read_batch(path: pathlib.Path) -> tuple[Any, Any]:
     """Reads `x`, or inputs by name, and `y` from `.npz`, `x` from `.npy`."""
-    _check_file(
-        path, "Write one with `numpy.savez('NAME.npz', x=inputs, y=targets)`."
-    )
-    try:
+    advice = "Write one with `numpy.savez('NAME.npz', x=inputs, y=targets)`."
+    with _reading(path, advice):
         loaded = np.load(path, allow_pickle=False)
         if isinstance(loaded, np.ndarray):
             return loaded, None
-        arrays = {name: loaded[name] for name in loaded.files}
-    except Exception as error:
-        # NumPy passes on errors of zipfile and zlib for a broken file.
-        raise ValueError(
-            f"NumPy cannot read {str(path)!r}: {type(error).__name__}: {error}"
-        ) from error
+        arrays = dict(loaded)
     y = arrays.pop("y", None)
     if not arrays:
-        raise ValueError(
-            f"{str(path)!r} holds no inputs. Received the arrays: "
-            f"{loaded.files!r}. Save them as `x`, or by the inputs' names."
-        )
-    return arrays.get("x", arrays), y
-
-
-def arranged(x: Any, model: keras.Model) -> Any:
-    """Arranges named arrays in the structure of a model's inputs.
-
-    Raises:
-        ValueError: If an array is missing.
-    """
-    inputs = getattr(model, "input", None)
-    if inputs is None or not isinstance(x, dict):
-        return x
-    names = [tensor.name for tensor in keras.tree.flatten(inputs)]
-    if missing := [name for name in names if name not in x]:
-        raise ValueError(
-            f"There is no array for the inputs {missing!r}. Received the "
-            f"arrays: {sorted(x)!r}. Save each by its input's name, or the "
-            "only one as `x`."
-        )
-    return keras.tree.map_structure(lambda tensor: x[tensor.name], inputs)
+        raise ValueError(f"{str(path)!r} holds no inputs. {advice}")
+    # The only array is the inputs under any name.
+    return next(iter(arrays.values())) if len(arrays) == 1 else arrays, y

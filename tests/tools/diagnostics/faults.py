@@ -342,12 +342,15 @@ def table(rng):
 
 
 def with_a_large_row(rng, layer, rows):
-    """Spoils a row of an embedding; returns ids."""
+    """Spoils a row of an embedding; returns ids, this row's among them."""
     (weight,) = layer.trainable_variables
     values = np.array(weight)
-    values[int(rng.integers(30))] = 1e5 * rng.choice([-1.0, 1.0], WIDTH)
+    place = int(rng.integers(30))
+    values[place] = 1e5 * rng.choice([-1.0, 1.0], WIDTH)
     weight.assign(values)
-    return rng.integers(0, 30, (rows, 4)).astype("int32")
+    ids = rng.integers(0, 30, (rows, 4)).astype("int32")
+    ids[0, 0] = place
+    return ids
 
 
 def embedding_row_of_1e5(rng):

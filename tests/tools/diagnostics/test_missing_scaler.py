@@ -7,7 +7,6 @@ from keras import ops
 
 from tfmix._keras import replacing
 from tfmix.loss_scaling import optimizer as scaling
-from tfmix.tools.callbacks import loss_scale_monitor, numerics_monitor
 from tfmix.tools.diagnostics import check, missing_scaler
 
 X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
@@ -94,16 +93,3 @@ def test_check_warns_and_judges_gradients_without_a_scale():
 def test_check_of_another_policy_does_not_warn():
     report = check.check(build(loss=faint), X, Y, policy="mixed_bfloat16")
     assert not report.notes
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize(
-    "monitor",
-    [
-        numerics_monitor.NumericsMonitor(),
-        loss_scale_monitor.LossScaleMonitor(),
-    ],
-)
-def test_the_monitors_warn(monitor, caplog):
-    build().fit(X, Y, verbose=0, callbacks=[monitor])
-    assert sum("does not scale the loss" in m for m in caplog.messages) == 1

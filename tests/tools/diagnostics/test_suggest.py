@@ -27,5 +27,5 @@ def test_a_float32_layer_gets_no_advice_to_become_one():
     report = loud(float32_output.float32_output(name="last"))
     advice = {row.layer: row.advice for row in report.faults}
     assert advice["loud"].startswith("Loud(")
-    assert advice["last"].startswith("# its input does not fit"), advice
+    assert "last" not in advice
     assert "Activation(" not in str(report)

@@ -78,10 +78,9 @@ CUDNN = WINDOW + 'dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$conv'
 @pytest.mark.parametrize(
     ("operation", "sizes", "more", "shape", "count", "flops"),
     [
-        # Three of five rows have all taps inside, and two miss one: 13 of 15.
         (
             *("convolution", ("2,5,5,4", "3,3,4,8", "2,5,5,8"), SAME),
-            *((2 * 5 * 5, 9 * 4, 8), 1, 2 * 2 * 13 * 13 * 4 * 8),
+            *((2 * 5 * 5, 9 * 4, 8), 1, 2 * 50 * 36 * 8),
         ),
         (
             *("convolution", ("2,4,4,6", "2,2,1,6", "2,3,3,6"), GROUPS),
@@ -101,7 +100,7 @@ CUDNN = WINDOW + 'dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$conv'
         ),
     ],
     ids=[
-        "only taps inside the edges count",
+        "taps beyond the edges count as well",
         "groups are separate products",
         "a dilation that separates batches counts no zeros",
         "the gradient of an input",

@@ -2,7 +2,6 @@
 
 import collections
 import json
-import random
 
 import keras
 import numpy as np
@@ -142,14 +141,11 @@ def test_every_gpu_multiplies_in_the_dtype_of_auto(target):
 
 
 @needs("h200")
-def test_neither_the_model_nor_pythons_generator_changes(step):
+def test_the_model_does_not_change(step):
     _, model = step
     assert model.layers[0].compute_dtype == "float32"
     assert type(model.optimizer).__name__ == "Adam"
     assert not model.optimizer.built
-    model, before = small(), random.getstate()
-    compile_for(model, 8, policy="mixed_bfloat16")
-    assert random.getstate() == before
 
 
 @needs("h200")

@@ -6,10 +6,9 @@ from typing import Any
 import keras
 
 from tfmix import _arguments, _messages
-from tfmix._keras import optimizers as keras_optimizers
 from tfmix.loss_scaling import errors, standstill
 from tfmix.loss_scaling import optimizer as scaling
-from tfmix.tools.diagnostics import missing_scaler, progress_bar, skip_report
+from tfmix.tools.diagnostics import skip_report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +16,8 @@ class Reading:
     """The state of loss scaling at one moment of the run.
 
     Attributes:
-        step: Training steps that the monitor has seen.
+        step: Steps of the optimizer, which continue when a run is resumed;
+            with several optimizers, the fewest.
         loss_scale: The optimizer's loss scale; with several optimizers, as in
             a GAN, the lowest.
         applied_steps: Steps applied since the optimizers were created, all
@@ -56,12 +56,9 @@ class LossScaleMonitor(skip_report.SkipWatch):
 
     Attributes:
         timeline: List of `Reading`. The first is taken before the first step.
-            They count the optimizer's steps, so the count continues when a run
-            is resumed.
 
     Raises:
-        TypeError: If a number is not an integer; in `fit`, if the optimizer is
-            Keras's own loss scaler.
+        TypeError: If a number is not an integer.
         ValueError: If a number is below 1.
         tfmix.LossScaleError: In `fit`, when the run is stuck.
 
@@ -86,42 +83,38 @@ class LossScaleMonitor(skip_report.SkipWatch):
             "max_consecutive_skips", max_consecutive_skips
         )
         self.timeline: list[Reading] = []
-        self._step = self._next_reading = self._epoch_start = 0
-        self._has_scale = self._started = False
+        self._next_reading = 0
+        self._has_scale = False
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Finds the optimizer."""
         super().on_train_begin(logs)
-        self._has_scale, self._started = _has_scale(self.model), False
+        self._has_scale = _has_scale(self.model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Starts to count the batches of an epoch."""
         super().on_epoch_begin(epoch, logs)
-        if self._has_scale and not self._started:
-            # Other callbacks may restore a run in `on_train_begin`.
-            self._start()
-        self._epoch_start = self._step
+        # The end of an epoch before has a reading.
+        self._next_reading = self.every if self.timeline else 0
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Takes a reading if one is due, before the next step runs."""
         # The batch number counts steps: one call of this method may stand for
         # several steps (`steps_per_execution`).
-        self._step = self._epoch_start + batch
-        if self._has_scale and self._step >= self._next_reading:
-            self._next_reading = self._step + self.every
+        if self._has_scale and batch >= self._next_reading:
+            self._next_reading = batch + self.every
             self._read()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Shows the last reading in the progress bar."""
         super().on_train_batch_end(batch, logs)
-        if self._has_scale and logs is not None:
+        if self.timeline and logs is not None:
             # A bar wider than the terminal leaves a line at each redraw.
             shown = self._numbers("loss_scale", "skipped_steps")
             logs.update(shown)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Takes a reading, and adds it to the epoch's logs."""
-        self._step = self._epoch_start + self._steps()
         if self._has_scale:
             self._read()
             if logs is not None:
@@ -129,19 +122,10 @@ class LossScaleMonitor(skip_report.SkipWatch):
                 logs.update(self._numbers(*names))
         super().on_epoch_end(epoch, logs)
 
-    def _start(self) -> None:
-        counts = [sum(skip_report.steps(x)) for x in self._optimizers()]
-        # A critic takes several steps within one step of the model.
-        self._step = max(self._step, min(counts))
-        start = self._reading()
-        self._next_reading = self._step + self.every
-        self._started = True
-        if not self.timeline or self.timeline[-1].step != self._step:
-            self.timeline.append(start)
-
     def _read(self) -> None:
         reading = self._reading()
-        self.timeline.append(reading)
+        if not self.timeline or self.timeline[-1] != reading:
+            self.timeline.append(reading)
         try:
             for optimizer in self._optimizers():
                 standstill.check(optimizer, self.max_consecutive_skips)
@@ -154,7 +138,7 @@ class LossScaleMonitor(skip_report.SkipWatch):
     def _numbers(self, *names: str) -> dict[str, float]:
         """Returns numbers of the last reading."""
         last = self.timeline[-1]
-        return {name: progress_bar.Shown(getattr(last, name)) for name in names}
+        return {name: float(getattr(last, name)) for name in names}
 
     def _reading(self) -> Reading:
         # Reading `self.model` updates the variables on JAX, where `fit` does
@@ -162,7 +146,7 @@ class LossScaleMonitor(skip_report.SkipWatch):
         optimizers = self._optimizers()
         applied, skipped = zip(*map(skip_report.steps, optimizers), strict=True)
         return Reading(
-            self._step,
+            min(map(sum, zip(applied, skipped, strict=True))),
             min(optimizer.loss_scale for optimizer in optimizers),
             sum(applied),
             sum(skipped),
@@ -172,20 +156,11 @@ class LossScaleMonitor(skip_report.SkipWatch):
 
 def _has_scale(model: keras.Model) -> bool:
     """Returns whether a model has tfmix's optimizer; warns if it does not."""
-    optimizer = getattr(model, "optimizer", None)
     if scaling.scalers(model):
         return True
-    if isinstance(optimizer, keras_optimizers.KerasScaler):
-        raise TypeError(
-            "LossScaleMonitor needs tfmix.LossScaleOptimizer, which counts "
-            "skipped steps; Keras's own class does not. Received: "
-            f"model.optimizer={optimizer!r}. Compile with "
-            "tfmix.LossScaleOptimizer(inner_optimizer)."
-        )
-    text = (
-        "LossScaleMonitor has nothing to show: the model was compiled "
-        f"without loss scaling (its optimizer is {type(optimizer).__name__}). "
-        + missing_scaler.warning(model)
+    _messages.warn(
+        "LossScaleMonitor has nothing to show: the model was compiled without "
+        "tfmix.LossScaleOptimizer (its optimizer is %s).",
+        type(getattr(model, "optimizer", None)).__name__,
     )
-    _messages.warn(text.rstrip())
     return False

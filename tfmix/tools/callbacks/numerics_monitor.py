@@ -12,9 +12,8 @@ from tfmix import _arguments, _formats, _messages
 from tfmix._keras import training
 from tfmix.tools.diagnostics import (
     check,
-    missing_scaler,
     numerics_report,
-    progress_bar,
+    skip_report,
     verdicts,
 )
 
@@ -72,8 +71,6 @@ class NumericsMonitor(keras.callbacks.Callback):
         self._tap = Tap(function, model, self.every, self._look, self._step)
         model.train_function = self._tap
         self._failed = False
-        if note := missing_scaler.warning(model):
-            _messages.warn("%s", note)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Restores the training function."""
@@ -121,7 +118,7 @@ class NumericsMonitor(keras.callbacks.Callback):
     ) -> None:
         fault = layer, phase, verdict
         if fault not in {(x.layer, x.phase, x.verdict) for x in self.events}:
-            progress_bar.warn(self, "step %d: %s", step, text)
+            skip_report.warn(self, "step %d: %s", step, text)
         self.events.append(Event(step, *fault))
 
 

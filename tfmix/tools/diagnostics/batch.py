@@ -104,8 +104,6 @@ def prepare(
     """
     _arguments.model(model)
     x, y = first(x, y)
-    _check_arrays("x", x)
-    _check_arrays("y", y)
     notes: tuple[str, ...] = ()
     rows = most and _free_rows(model, (x, y))
     if most and rows and rows > most:
@@ -154,18 +152,6 @@ def _free_rows(model: keras.Model, nest: Any) -> int | None:
     if fixed or len(counts) != 1 or counts == {()}:
         return None
     return int(next(iter(counts))[0])
-
-
-def _check_arrays(name: str, nest: Any) -> None:
-    for leaf in tree.flatten(nest):
-        if leaf is None or hasattr(leaf, "shape"):
-            continue
-        raise ValueError(
-            f"`{name}` must be an array or a tensor, a list, tuple or dict of "
-            "them, or a `tf.data.Dataset` of batches. Received: "
-            f"{type(leaf).__name__}. Pass a batch of it: np.asarray(x), "
-            "next(generator), or py_dataset[0]."
-        )
 
 
 def _check_not_empty(x: Any) -> None:

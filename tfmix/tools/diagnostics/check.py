@@ -35,10 +35,6 @@ from tfmix.tools.diagnostics import (
 ROWS = 64
 _FLOAT16 = _formats.FLOAT16
 _IDLE = "No layer computes in 16 bit, so there was nothing to compare."
-_QUANTIZED = (
-    "Quantized layers keep their dtypes. To compute in 16 bit around the "
-    "integers, create the model under 'mixed_bfloat16', then quantize it."
-)
 
 
 def check(
@@ -149,8 +145,6 @@ def _run(
     model = batch.model
     narrow = _narrow_layers(model, judge.run.planned)
     idle = [] if narrow else [_IDLE]
-    if idle and any(x.quantization_mode for x in layers.flat_layers(model)):
-        idle.append(_QUANTIZED)
     return numerics_report.NumericsReport(
         rows=(
             *bad,
@@ -262,12 +256,7 @@ def _policy(
         )
     if isinstance(policy, str) and now == {accepted.compute_dtype}:
         return None, policies.with_rules(accepted)
-    if isinstance(accepted, policies.Policy):
-        return accepted, accepted
-    without_rules = policies.Policy(
-        f"mixed_{accepted.compute_dtype}", float32_layers=[], float32_ops=[]
-    )
-    return accepted, without_rules
+    return accepted, policies.with_rules(accepted)
 
 
 def _rows(
@@ -283,8 +272,7 @@ def _rows(
     result = []
     for finding in sorted(findings, key=lambda finding: finding.rank):
         gap, name = finding.gap, classes.get(finding.layer, "Layer")
-        is_float32 = dtypes.get(finding.layer) == _formats.FLOAT32.name
-        advice = verdicts.advice(finding, name, limits, unscaled, is_float32)
+        advice = verdicts.advice(finding, name, limits, unscaled)
         result.append(
             verdicts.LayerVerdict(
                 finding.layer,
@@ -293,9 +281,6 @@ def _rows(
                 math.inf if gap.broken else gap.relative_error,
                 gap.headroom_bits,
                 advice,
-                float(gap.cosine)
-                if finding.phase == verdicts.BACKWARD
-                else None,
                 gap.broken and finding.verdict != verdicts.OK,
                 dtypes.get(finding.layer, ""),
                 verdicts.bound(finding, limits),

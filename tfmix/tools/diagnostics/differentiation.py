@@ -40,28 +40,3 @@ def pullback(
         return [dense(*pair) for pair in zip(of_inputs, inputs, strict=True)]
 
     return outputs, gradients_of
-
-
-def export_gradient(tensor: Any, token: Any) -> Any:
-    """Returns a tensor unchanged, and takes its gradient out.
-
-    Args:
-        tensor: A float tensor.
-        token: An unused float32 tensor of its shape, which gets the gradient.
-    """
-
-    def back(grad: Any) -> tuple[Any, Any]:
-        return grad, keras.ops.cast(grad, "float32")
-
-    if keras.backend.backend() == "jax":
-        import jax
-
-        identity = jax.custom_vjp(lambda value, _: value)
-        identity.defvjp(lambda value, _: (value, None), lambda _, g: back(g))
-    else:
-        import tensorflow as tf
-
-        identity = tf.custom_gradient(
-            lambda value, _: (tf.identity(value), back)
-        )
-    return identity(tensor, token)

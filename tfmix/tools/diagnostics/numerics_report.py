@@ -1,4 +1,4 @@
-"""The result of `check`: a table, a page, and a policy that fixes the model."""
+"""The result of `check`: a table, and a policy that fixes the model."""
 
 import dataclasses
 import json
@@ -6,7 +6,7 @@ import math
 import os
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tfmix import _formats, _messages, _tables
@@ -118,11 +118,6 @@ class NumericsReport(_tables.Printed):
 
         return plotting.headroom(self, path)
 
-    def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes one HTML file with all rows to `path`."""
-        tables = dataclasses.replace(self, verbose=True).tables()
-        _tables.write_page(path, self.model_name, tables)
-
     def to_json(self) -> str:
         """Returns the report as JSON; infinities and NaN become null."""
         return json.dumps(
@@ -140,7 +135,7 @@ class NumericsReport(_tables.Printed):
     def tables(self) -> list[_tables.Table]:
         """Returns the table to print: the faults, and the least headroom.
 
-        `rows`, `to_html` and a `verbose` report have all rows.
+        `rows` and a `verbose` report have all rows.
         """
         fine = [row for row in self.rows if row.verdict == verdicts.OK]
         # Headroom in the 16-bit format does not matter for float32 layers.
@@ -151,8 +146,12 @@ class NumericsReport(_tables.Printed):
         identities = set(map(id, self.rows if self.verbose else kept))
         shown = [row for row in self.rows if id(row) in identities]
         notes = list(self.notes)
-        if left_out := self._left_out(len(self.rows) - len(shown), shown):
-            notes.append(left_out)
+        if more := len(self.rows) - len(shown):
+            seen = sum(row.verdict != verdicts.OK for row in shown)
+            notes.append(
+                f"{len(self.faults) - seen} more at fault and {more} more rows "
+                "in all: see `report.rows`, and in a shell `--verbose`."
+            )
         title = self.title
         if not self.forward_only:
             title += f" (loss scale {self.loss_scale:g})"
@@ -160,21 +159,6 @@ class NumericsReport(_tables.Printed):
         cells = list(map(_cells, shown))
         code = _code(shown if self.verbose else shown[:_ADVICE_SHOWN])
         return [_tables.Table(_HEADS, cells, title, notes, code, row_verdicts)]
-
-    def _left_out(
-        self, count: int, shown: Sequence[verdicts.LayerVerdict]
-    ) -> str:
-        """Returns a note on the rows that are not shown, "" if all are."""
-        if not count:
-            return ""
-        seen = sum(row.verdict != verdicts.OK for row in shown)
-        faulty = len(self.faults) - seen
-        more = f"{faulty} more at fault and {count - faulty} more"
-        more = f"{more if faulty else f'{count} more rows'} ok: "
-        note = f"{more}`report.rows` has all, and in a shell `--verbose`."
-        if faulty:
-            note += " `report.suggested_policy()` says which to change."
-        return note
 
 
 def _name(policy: policies.Policy) -> str:

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 import types
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -12,7 +11,7 @@ import numpy as np
 from keras import ops
 
 from tfmix import _formats
-from tfmix._keras import layers, variables
+from tfmix._keras import layers
 from tfmix.conversion import planned_policies
 from tfmix.loss_scaling import rules
 from tfmix.ops import tensors
@@ -53,7 +52,7 @@ def find(
         judge of the last pass, at the loss scale that fits best.
     """
     targets = probe.targets(batch.model)
-    run = runs.sixteen_bit(batch, targets, planned, limits.name)
+    run = runs.sixteen_bit(batch, targets, planned)
     truth = None
     if batch.loss is not None:
         truth = runs.truth(batch, targets, run.signatures)
@@ -133,47 +132,30 @@ def _judge_all(judge: runs.Judge) -> _Findings:
     batch, signatures = judge.batch, judge.run.signatures
     findings: _Findings = []
     order, has_weights_before = 0, False
-    read_last: Callable[[], _Findings] = list
 
     def on_call(call: probe.Call) -> Any:
-        nonlocal order, has_weights_before, read_last
+        nonlocal order, has_weights_before
         reaches_weights = has_weights_before
-        signature = signatures.get(call.key)
-        # Judging a layer without inner layers computes its outputs as well.
-        is_whole = signature and signature.is_tensor and call.target.whole
-        outputs = None if is_whole else call.proceed()
+        outputs = call.proceed()
         has_weights_before |= bool(call.target.weights)
-        if signature is None:
-            return outputs
-        order += 1
-        pairs = judge.pairs(call)
-        # The last call's results are read while a device computes these.
-        findings.extend(read_last())
-        read_last = functools.partial(
-            _judge_call, judge, call, pairs, order, reaches_weights
-        )
-        return pairs[1][1][0] if is_whole else outputs
+        if call.key in signatures:
+            order += 1
+            findings.extend(_judge_call(judge, call, order, reaches_weights))
+        return outputs
 
     with runs.in_float32(batch.model):
         with probe.watched(judge.targets, on_call):
             outputs = batch.outputs(batch.weights())
-        with keras.StatelessScope():
-            findings += read_last()
-    findings += _judge_weights(judge.targets, judge.run.planned, judge.limits)
     if batch.loss is not None:
         findings += _judge_loss(judge, outputs, order + 1)
     return findings
 
 
 def _judge_call(
-    judge: runs.Judge,
-    call: probe.Call,
-    pairs: list[runs.Pair],
-    order: int,
-    reaches_weights: bool,
+    judge: runs.Judge, call: probe.Call, order: int, reaches_weights: bool
 ) -> _Findings:
     """Judges a call by its results in 16 bit and in float32."""
-    name, limits, gaps = call.target.name, judge.limits, judge.gaps(pairs)
+    name, limits, gaps = call.target.name, judge.limits, judge.gaps(call)
     bad_input = verdicts.of_output(gaps.arguments, limits) != verdicts.OK
     verdict = verdicts.of_output(gaps.outputs, limits)
     forward = (name, verdicts.FORWARD, verdict, gaps.outputs, order, bad_input)
@@ -225,41 +207,6 @@ def _judge_loss(judge: runs.Judge, outputs: Any, order: int) -> _Findings:
     return [
         finding(verdicts.FORWARD, verdict, forward, note=note),
         finding(verdicts.BACKWARD, back, backward),
-    ]
-
-
-def _judge_weights(
-    targets: Sequence[probe.Target],
-    planned: planned_policies.Plan,
-    limits: _formats.Format,
-) -> list[verdicts.Finding]:
-    """Judges all weights that are cast to 16 bit, also unused ones."""
-    result = []
-    for order, target in enumerate(targets):
-        if values := _cast_weights(target, planned):
-            # NumPy casts on the host: a device would compile for each shape.
-            with np.errstate(over="ignore"):
-                near = [value.astype(limits.name) for value in values]
-            gap = ranges.gap(near, values, limits)
-            verdict = verdicts.of_output(gap, limits)
-            fields = (target.name, verdicts.WEIGHTS, verdict, gap, order)
-            result.append(verdicts.Finding(*fields))
-    return result
-
-
-def _cast_weights(
-    target: probe.Target, planned: planned_policies.Plan
-) -> list[Any]:
-    if not isinstance(target.operation, keras.Layer):
-        return []
-    # Layers without autocast, such as normalisations, cast weights only where
-    # they do not need float32. An embedding casts the rows that it looks up.
-    return [
-        ops.convert_to_numpy(variable.value)
-        for layer in (target.layers if target.whole else [target.operation])
-        if planned_policies.dtype(planned, layer) in _formats.SIXTEEN_BIT
-        and (layer.autocast or isinstance(layer, keras.layers.Embedding))
-        for variable in variables.own_trainable(layer)
     ]
 
 

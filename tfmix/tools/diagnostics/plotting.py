@@ -37,16 +37,18 @@ def headroom(report: Any, path: Path | None = None) -> Any:
     axes = figure.subplots(1, len(phases), squeeze=False, sharey=True)[0]
     for axis, phase in zip(axes, phases, strict=True):
         rows = {row.layer: row for row in report.rows if row.phase == phase}
-        for place, name in enumerate(names):
-            if name in rows:
-                _bar(axis, place, rows[name])
+        shown = [name for name in names if name in rows]
+        bars = axis.barh(
+            [names.index(name) for name in shown],
+            [_bits(rows[name]) for name in shown],
+            color=[_colour(rows[name]) for name in shown],
+        )
+        faults = [rows[name].verdict.replace("_", " ") for name in shown]
+        labels = ["" if fault == "ok" else fault for fault in faults]
+        axis.bar_label(bars, labels, padding=3, fontsize=8)
         axis.axvline(0, color="black", lw=0.8)
         axis.set_yticks(range(len(names)), names, fontsize=8, parse_math=False)
         axis.set_xlim(right=_MOST_BITS + 6)
-        axis.margins(y=0.01)
-        axis.grid(axis="x", color="#d9d9d9", lw=0.5)
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
         axis.set_title(f"{phase} pass", loc="left", fontsize=10)
         axis.set_xlabel(f"bits to overflow in {report.policy.compute_dtype}")
     if left_out:
@@ -91,14 +93,12 @@ def _figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _bar(axis: Any, place: int, row: Any) -> None:
-    bits = min(max(row.headroom_bits, -_MOST_BITS), _MOST_BITS)
-    colour = _COLOURS.get(row.verdict, _RED)
+def _bits(row: Any) -> float:
+    return float(min(max(row.headroom_bits, -_MOST_BITS), _MOST_BITS))
+
+
+def _colour(row: Any) -> str:
+    # A float32 layer's numbers are never in the 16-bit format.
     if row.verdict == "ok" and row.dtype == _formats.FLOAT32.name:
-        # A float32 layer's numbers are never in the 16-bit format.
-        colour = _GREY
-    axis.barh(place, bits, color=colour, height=0.7)
-    if row.verdict != "ok":
-        # There is room to the right of the bar, even of a negative one.
-        text = row.verdict.replace("_", " ")
-        axis.text(max(bits, 0) + 0.4, place, text, va="center", fontsize=8)
+        return _GREY
+    return _COLOURS.get(row.verdict, _RED)

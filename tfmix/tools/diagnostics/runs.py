@@ -29,7 +29,6 @@ class Signature:
     arguments: tuple[str, ...]  # the dtypes of the inputs
     outputs: tuple[str, ...]  # the dtypes of the outputs
     shapes: tuple[tuple[int, ...], ...]  # the shapes of the outputs
-    is_tensor: bool  # true if the call returns one tensor, not a nest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +36,6 @@ class SixteenBitRun:
     """The result of the 16-bit run."""
 
     signatures: dict[Key, Signature]
-    # True for a call's inputs whose values fit into 16 bits: even if their
-    # dtype is float32, they come from a 16-bit layer.
-    rounded: dict[Key, list[bool]]
     output_dtypes: tuple[str, ...]
     # The plan has float32 for each layer that fell back to it.
     planned: planned_policies.Plan
@@ -66,42 +62,37 @@ def sixteen_bit(
     batch: batches.Batch,
     targets: Sequence[probe.Target],
     planned: planned_policies.Plan,
-    fmt: str,
 ) -> SixteenBitRun:
     """Runs the model forward in 16 bit and records the dtypes."""
     signatures: dict[Key, Signature] = {}
     output_dtypes: tuple[str, ...] = ()
 
-    def forward(weights: list[Any]) -> dict[Key, list[Any]]:
+    def forward(weights: list[Any]) -> list[Any]:
         nonlocal output_dtypes
         trace = tracing.trace()
-        fits: dict[Key, list[Any]] = {}
 
         def on_call(call: probe.Call) -> Any:
             outputs = call.proceed()
             leaves, inputs = probe.floats(outputs), call.tensors
             # Calls in the body of a compiled loop have no values to read.
             if all(tracing.is_made_in(trace, x) for x in leaves + inputs):
-                fits[call.key] = [_fits(leaf, fmt) for leaf in inputs]
                 signatures[call.key] = Signature(
                     arguments=tuple(map(probe.dtype, inputs)),
                     outputs=tuple(map(probe.dtype, leaves)),
                     shapes=tuple(tuple(leaf.shape) for leaf in leaves),
-                    is_tensor=probe.is_float(outputs),
                 )
             return outputs
 
         with probe.watched(targets, on_call):
-            outputs = batch.outputs(weights)
-        output_dtypes = tuple(map(probe.dtype, probe.floats(outputs)))
-        return fits
+            outputs = probe.floats(batch.outputs(weights))
+        output_dtypes = tuple(map(probe.dtype, outputs))
+        return outputs
 
     with graphs.policies(planned):
-        fits = programs.run(forward, batch.weights())
-        rounded = {key: [*map(bool, each)] for key, each in fits.items()}
+        programs.run(forward, batch.weights())
         ran = {layer: layers.own_policy(layer) for layer in planned}
         fallbacks = fallback.reasons(batch.model)
-    return SixteenBitRun(signatures, rounded, output_dtypes, ran, fallbacks)
+    return SixteenBitRun(signatures, output_dtypes, ran, fallbacks)
 
 
 def truth(
@@ -119,10 +110,10 @@ def truth(
             leaves, token = probe.floats(outputs), tokens.get(call.key, [])
             if len(token) != len(leaves):
                 return outputs
+            # A token is zero, and its gradient is that of the output.
             pairs = zip(leaves, token, strict=True)
-            return probe.replaced(
-                outputs, [differentiation.export_gradient(*x) for x in pairs]
-            )
+            added = [leaf + ops.cast(zero, leaf.dtype) for leaf, zero in pairs]
+            return probe.replaced(outputs, added)
 
         with probe.watched(targets, on_call):
             return [batch.loss_at(weights)]
@@ -151,14 +142,6 @@ def _split(
         for key, signature in signatures.items()
     }
     return by_call, list(rest)
-
-
-def _fits(tensor: Any, fmt: str) -> Any:
-    if probe.dtype(tensor) in _formats.SIXTEEN_BIT:
-        return True
-    tensor = ops.cast(tensor, "float32")
-    same = ops.cast(ops.cast(tensor, fmt), "float32") == tensor
-    return ops.all(same | ops.isnan(tensor))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,12 +183,8 @@ class Judge:
         """Returns a judge at another loss scale."""
         return dataclasses.replace(self, loss_scale=loss_scale)
 
-    def pairs(self, call: probe.Call) -> list[Pair]:
-        """Makes a call of the float32 run in 16 bit and in float32.
-
-        It returns a pair for each of the `CallGaps`. The second pair contains
-        the call's float32 outputs.
-        """
+    def gaps(self, call: probe.Call) -> CallGaps:
+        """Makes a call of the float32 run in 16 bit and in float32."""
         values = [x.value for x in call.target.weights]
         gradients = (self.truth.outputs if self.truth else {}).get(call.key)
 
@@ -216,10 +195,6 @@ class Judge:
         pairs: list[Pair] = programs.run(
             both, call.tensors, values, gradients, scale
         )
-        return pairs
-
-    def gaps(self, pairs: list[Pair]) -> CallGaps:
-        """Measures the results of `pairs`, once they are computed."""
         scales = [1.0, 1.0, *[self.scale] * (len(pairs) - 2)]
         arguments, outputs, *gradients = (
             ranges.gap(near, exact, self.limits, scale)
@@ -238,12 +213,9 @@ class Judge:
         inputs = len(tensors)
         exact = [ops.cast(leaf, "float32") for leaf in tensors]
         near = [
-            ops.cast(ops.cast(leaf, self.limits.name) if small else leaf, dtype)
-            for leaf, small, dtype in zip(
-                exact,
-                self.run.rounded[call.key],
-                self.run.signatures[call.key].arguments,
-                strict=True,
+            ops.cast(leaf, dtype)
+            for leaf, dtype in zip(
+                exact, self.run.signatures[call.key].arguments, strict=True
             )
         ]
         function = _function(call, inputs, call.target.weights)

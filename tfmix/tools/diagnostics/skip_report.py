@@ -10,13 +10,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import keras
 
+from tfmix import _messages
 from tfmix._keras import replacing, training
 from tfmix._keras import variables as keras_variables
 from tfmix.autocast import bare_optimizers
-from tfmix.tools.diagnostics import progress_bar, skip_causes
+from tfmix.tools.diagnostics import skip_causes
 
 _DATA = ("x", "y", "sample_weight")
-_IDLE = "nothing is learnt; a LossScaleMonitor would stop the run"
 # The watch of the `fit` around.
 _watch_of_fit: contextvars.ContextVar[Any] = contextvars.ContextVar(
     "tfmix_watch_of_fit", default=None
@@ -92,9 +92,8 @@ class SkipWatch(keras.callbacks.Callback):
         # The last epoch with skipped steps.
         self._last = skip_causes.Skips()
         self._bad_data: skip_causes.BadData | None = None
-        # What was reported last, and its first epoch with the counts before.
-        self._cause, self._first, self._from = "", 0, (0, 0)
-        self._epoch, self._silent_until, self._untold = 0, 0, False
+        # The kind of cause that was reported last.
+        self._cause = ""
 
     def read(self, args: tuple, kwargs: dict) -> None:
         """Notes the data among the arguments of a `fit`."""
@@ -142,40 +141,34 @@ class SkipWatch(keras.callbacks.Callback):
         """Reports how many steps were skipped, and the likeliest cause."""
         if self._stands_back:
             return
-        self._count_rest()
         self._now = self._count()
         skips = self._skips(self._now)
         if skips.skipped:
             self._last = skips
-            loss = _loss(logs or {})
-            self.on_skips(epoch + 1, skips.applied, skips.skipped, loss)
+        if skips.skipped and skips.are_news:
+            self._report(epoch + 1, skips, _loss(logs or {}))
         for optimizer, count in self._now.items():
             lowest = self._lowest.get(optimizer, math.inf)
             self._lowest[optimizer] = min(lowest, count.scale)
-        self._epoch = epoch + 1
-
-    def _count_rest(self) -> None:
-        """Counts the skipped steps of an optimizer that does not (JAX)."""
-        rest = bare_optimizers.counter_of_fit(self.model)
-        whole = (self.params or {}).get("steps")
-        # The last of several steps of one execution may not have been there.
-        if rest and (whole or self.model.steps_per_execution == 1):
-            before = self._before.get(rest, Counted()).applied
-            made = self._steps()
-            rest.count_rest(min(made, whole or made), steps(rest)[0] - before)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Reports what was no news after its epoch."""
-        if self._untold:
-            self._say_again(self._epoch, _sums(self._now or {}))
+        """Leaves the callbacks."""
         self.leave()
 
-    def on_skips(
-        self, epoch: int, applied: int, skipped: int, loss: float
+    def _report(
+        self, epoch: int, skips: skip_causes.Skips, loss: float
     ) -> None:
-        """Reports the skipped steps of an epoch, unless its scale has grown."""
-        if self._last.are_news:
-            self._report(epoch, self.cause(loss))
+        cause = self.cause(loss)
+        warn(
+            self,
+            "%d of %d steps of epoch %d %s skipped: %s",
+            skips.skipped,
+            skips.applied + skips.skipped,
+            epoch,
+            "was" if skips.skipped == 1 else "were",
+            "as before" if cause.kind == self._cause else cause.text,
+        )
+        self._cause = cause.kind
 
     def _count(self) -> Counts:
         # Reading `self.model` updates the variables on JAX.
@@ -203,42 +196,6 @@ class SkipWatch(keras.callbacks.Callback):
             for optimizer, count in now.items()
         )
 
-    def _report(self, epoch: int, cause: skip_causes.Cause) -> None:
-        before, now = _sums(self._before), _sums(self._now or {})
-        if cause.kind == self._cause:
-            self._untold = epoch < self._silent_until
-            if not self._untold:
-                # A cause that stays is reported again after 2, 4, 8 epochs.
-                self._silent_until = epoch + (epoch - self._first) + 2
-                self._say_again(epoch, now)
-            return
-        if self._untold:
-            self._say_again(epoch - 1, before)
-        self._cause, self._first, self._from = cause.kind, epoch, before
-        self._silent_until, self._untold = epoch + 2, False
-        applied, skipped = now[0] - before[0], now[1] - before[1]
-        progress_bar.warn(
-            self,
-            "%d of %d steps of epoch %d %s skipped: %s",
-            skipped,
-            applied + skipped,
-            epoch,
-            "was" if skipped == 1 else "were",
-            cause.text,
-        )
-
-    def _say_again(self, epoch: int, now: tuple[int, int]) -> None:
-        applied, skipped = now[0] - self._from[0], now[1] - self._from[1]
-        progress_bar.warn(
-            self,
-            "%d of %d steps of epochs %d to %d were skipped, as before%s",
-            skipped,
-            applied + skipped,
-            self._first,
-            epoch,
-            "" if applied else f": {_IDLE}",
-        )
-
     def cause(self, loss: float = math.nan) -> skip_causes.Cause:
         """Measures why steps of an epoch are skipped.
 
@@ -256,10 +213,11 @@ class SkipWatch(keras.callbacks.Callback):
         )
 
 
-def _sums(counts: Counts) -> tuple[int, int]:
-    """Returns the applied and the skipped steps of all optimizers."""
-    found = counts.values()
-    return sum(x.applied for x in found), sum(x.skipped for x in found)
+def warn(callback: keras.callbacks.Callback, text: str, *values: Any) -> None:
+    """Logs a warning, on a new line if the progress bar is shown."""
+    if (callback.params or {}).get("verbose") in (1, "auto"):
+        print(flush=True)
+    _messages.warn(text, *values)
 
 
 def _total(every: Iterable[skip_causes.Skips]) -> skip_causes.Skips:
@@ -325,38 +283,27 @@ def _loss(logs: Mapping[str, Any]) -> float:
     return losses.get("loss", max(losses.values(), key=abs, default=math.nan))
 
 
-class Reporter:
-    """Lets a watch join each `fit` of a model.
+def fit(model: keras.Model, fit: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Calls a model's `fit` with a watch around."""
+    watch = SkipWatch()
+    watch.read(args, kwargs)
+    token = _watch_of_fit.set(watch)
+    try:
+        return fit(*args, **kwargs)
+    finally:
+        _watch_of_fit.reset(token)
+        watch.leave()
 
-    Args:
-        make_watch: Returns a new watch.
+
+def begin(model: keras.Model) -> None:
+    """Lets the watch join the callbacks, which exist by now.
+
+    Code of the user's may also call the `fit` of the model's class.
     """
-
-    def __init__(self, make_watch: Callable[[], SkipWatch]) -> None:
-        self._make_watch = make_watch
-
-    def fit(
-        self, model: keras.Model, fit: Callable, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Calls a model's `fit` with a watch around."""
-        watch = self._make_watch()
-        watch.read(args, kwargs)
-        token = _watch_of_fit.set(watch)
-        try:
-            return fit(*args, **kwargs)
-        finally:
-            _watch_of_fit.reset(token)
-            watch.leave()
-
-    def begin(self, model: keras.Model) -> None:
-        """Lets the watch join the callbacks, which exist by now.
-
-        Code of the user's may also call the `fit` of the model's class.
-        """
-        watch = _watch_of_fit.get()
-        history = getattr(model, "history", None)
-        # That of an earlier run, which a single step would find, has entries.
-        if watch is None and getattr(history, "history", None) == {}:
-            watch = self._make_watch()
-        if watch is not None:
-            watch.join(model)
+    watch = _watch_of_fit.get()
+    history = getattr(model, "history", None)
+    # That of an earlier run, which a single step would find, has entries.
+    if watch is None and getattr(history, "history", None) == {}:
+        watch = SkipWatch()
+    if watch is not None:
+        watch.join(model)

@@ -38,7 +38,7 @@ _LAST = 'keras.layers.Dense(..., dtype="float32")  # the last layer'
 _MEAN = "keras.ops.mean(errors)"
 _SCALER = "tfmix.LossScaleOptimizer(optimizer)"
 CHECK = "`tfmix.check(model, x, y)` says what to write"
-_NAMES = {FORWARD: "its output", BACKWARD: "its gradient", WEIGHTS: "a weight"}
+_NAMES = {FORWARD: "its output", BACKWARD: "its gradient"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,13 +57,13 @@ class Finding:
     is_own: bool = True  # true if the loss is the user's own function
 
     @property
-    def rank(self) -> tuple[bool, bool, bool, int, int]:
+    def rank(self) -> tuple[bool, bool, bool, bool, int]:
         """Sorts the most severe first, and a fault before what it causes."""
         return (
             self.verdict == OK,
             self.verdict in (UNDERFLOW, INACCURATE),
             self.bad_input,
-            (FORWARD, WEIGHTS, BACKWARD).index(self.phase),
+            self.phase == BACKWARD,
             -self.order if self.phase == BACKWARD else self.order,
         )
 
@@ -140,12 +140,10 @@ def advice(
     layer_class: str,
     limits: _formats.Format,
     unscaled: bool,
-    is_float32: bool,
 ) -> str:
     """Returns a line of Python, with the reason as its comment, or nothing.
 
     An `unscaled` model trains without a loss scale, which would fix underflow.
-    A layer that `is_float32` already cannot fix its input.
     """
     if finding.verdict == OK:
         return finding.note and f"# {finding.note}"
@@ -154,8 +152,6 @@ def advice(
         code = _SCALER
     elif finding.gap.broken:
         return f"# {_why(finding, limits)}"
-    elif is_float32 and finding.bad_input:
-        return f"# its input does not fit into {limits.name}"
     elif finding.layer == LOSS:
         code = _loss_code(finding)
     else:
@@ -195,7 +191,8 @@ class LayerVerdict:
         layer: The layer's name, or its path if the name is not unique;
             `"loss"`; `"x"` or `"y"` for data that is not finite.
         phase: `"forward"`: the layer's outputs; `"backward"`: the gradients
-            of its inputs and weights; `"weights"`: the values of its weights.
+            of its inputs and weights; `"weights"`: weights that are not
+            finite.
         verdict: `"ok"`, `"overflow"`, `"underflow"`, `"inaccurate"` or
             `"not_finite"`.
         relative_error: The norm of the error that this layer adds in 16 bit,
@@ -203,8 +200,6 @@ class LayerVerdict:
         headroom_bits: How often the result can be doubled before it leaves
             the format; negative if it is outside.
         advice: The line of code that fixes the fault, or a note.
-        gradient_cosine: The cosine between the 16-bit and the float32
-            gradient, -1 to 1; `None` without a gradient.
         broken: Whether there is a fault in float32 as well.
         dtype: The dtype that the layer computes in; `""` for data.
         bound: The largest relative error that is fine.
@@ -216,7 +211,6 @@ class LayerVerdict:
     relative_error: float
     headroom_bits: float
     advice: str
-    gradient_cosine: float | None = None
     broken: bool = False
     dtype: str = ""
     bound: float = math.inf

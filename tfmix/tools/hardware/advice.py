@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -24,9 +24,6 @@ Shapes = list[Shape]
 # Tensor Cores work on multiples of 8 in 16 bit (NVIDIA's mixed-precision
 # guide), the MXU of a TPU on tiles of 128.
 GPU_MULTIPLE, TPU_MULTIPLE = 8, 128
-
-# An accelerator takes about this many seconds to launch a kernel.
-_LAUNCH = 5e-6
 
 # The table shows so many layers, the costliest ones. `rows` and JSON have all.
 _SHOWN = 10
@@ -183,9 +180,9 @@ def advise(
     Args:
         model: A `keras.Model`. It is built if necessary.
         batch_size: Integer, rows of a training batch.
-        input_shape: The shape of one row, such as `(128,)`, for every input,
-            or a nest of such shapes, for a model that is not built or has
-            inputs of any length. Defaults to `None`: the model's own.
+        input_shape: The shape of one row of every input, such as `(128,)`,
+            for a model that is not built or has inputs of any length.
+            Defaults to `None`: the model's own.
         target: The name of one of `targets()`. Its memory decides what fits
             in the 16-bit dtype of `"auto"` there. Defaults to `None`: the
             memory is not compared.
@@ -223,16 +220,9 @@ def advise(
     memory = training_memory.by_way(model, sum(use.kept for use in uses))
     fitting = ""
     if accelerator is not None:
-        is_small = _is_small(rows, accelerator)
         memory = training_memory.of_target(memory, accelerator)
-        fitting = training_memory.first_that_fits(memory, accelerator, is_small)
+        fitting = training_memory.first_that_fits(memory, accelerator)
     return Advice(tuple(rows), share, memory, size, fitting, _float8(rows))
-
-
-def _is_small(rows: Sequence[LayerProducts], target: targets.Target) -> bool:
-    """Returns whether float32 products take less time than to launch them."""
-    seconds = sum(3 * row.flops for row in rows) / target.rates["float32"]
-    return seconds < _LAUNCH * sum(3 * len(row.shapes) for row in rows)
 
 
 def _float8(rows: list[LayerProducts]) -> tuple[str, ...]:

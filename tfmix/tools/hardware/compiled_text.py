@@ -58,7 +58,7 @@ def read(text: str) -> Program:
         ),
         products=tuple(hlo_products.products(computations, times)),
         open_loops=sum(
-            hlo_text.rounds(instruction, among, computations) is None
-            for instruction, among, _ in run
+            hlo_text.rounds(instruction, computations) is None
+            for instruction, _, _ in run
         ),
     )

@@ -1,9 +1,6 @@
 """`compile_for` compiles a training step for an accelerator you do not have."""
 
-import collections
 import contextlib
-import random
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -105,17 +102,6 @@ def _check_policy(
         )
 
 
-@contextlib.contextmanager
-def _keep_random_state() -> Iterator[None]:
-    """Restores Python's generator, from which Keras draws seeds."""
-    state = random.getstate()
-    try:
-        yield
-    finally:
-        random.setstate(state)
-
-
-@_keep_random_state()
 def _compile_copy(model: keras.Model, policy: Any) -> keras.Model:
     """Returns a copy of the model, compiled for training."""
     if policy is None:
@@ -139,14 +125,10 @@ def _compile_copy(model: keras.Model, policy: Any) -> keras.Model:
 
 
 def _name(policy: Any, model: keras.Model) -> str:
-    if policy is not None:
-        name = getattr(policy, "level", None) or getattr(policy, "name", None)
-        return str(name or policy)
-    names = [layer.dtype_policy.name for layer in layers.that_compute(model)]
-    # A few layers stay in float32 under every policy.
-    narrow = [name for name in names if name != "float32"]
-    counted = collections.Counter(narrow or ["float32"])
-    return str(counted.most_common(1)[0][0])
+    if policy is None:
+        policy = mixed_model.policy_of(model) or model.dtype_policy
+    name = getattr(policy, "level", None) or getattr(policy, "name", None)
+    return str(name or policy)
 
 
 def record(

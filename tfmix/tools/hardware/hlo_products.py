@@ -6,8 +6,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 
-import numpy as np
-
 from tfmix.tools.hardware import hlo_text
 
 
@@ -21,7 +19,8 @@ class Product:
         count: The number of equal products in one kernel.
         dtype: The dtype of the factors.
         kernel: The library or compiler of the kernel.
-        flops: Multiplications and additions, without those of padded zeros.
+        flops: Multiplications and additions, those of zeros at the edges of a
+            convolution included.
     """
 
     label: str
@@ -120,43 +119,17 @@ def _convolution(
     )
     groups = re.search(r"feature_group_count=(\d+)", instruction.rest)
     count = int(groups[1]) if groups else 1
-    positions = taps = hits = 1
-    for axis, window in enumerate(_windows(instruction)):
-        into, over, out = (x[str(axis)] for x in (inputs, kernel, outputs))
-        hit = _hits(into, over, out, window)
-        positions, hits = positions * out, hits * hit
-        # Taps that fall beyond the edge, or between the numbers of a dilated
-        # input, do not count.
-        taps *= -(-hit // out)
+    positions, taps = (
+        math.prod(size for axis, size in array.items() if axis.isdigit())
+        for array in (outputs, kernel)
+    )
+    # Taps between the numbers of a dilated input do not count.
+    if spread := re.search(r"lhs_dilate=([\dx]+)", instruction.rest):
+        taps = -(-taps // math.prod(map(int, spread[1].split("x"))))
     rows, features, filters = outputs["b"], kernel["i"], kernel["o"]
     sides = rows * positions, taps * features, filters // count
     m, k, n = (sides[place] for place in order)
-    return (m, k, n), count, 2 * rows * hits * features * filters
-
-
-def _windows(instruction: hlo_text.Instruction) -> list[dict[str, int]]:
-    """Returns the window of a convolution along each of its axes."""
-    match = re.search(r"window=\{([^}]*)\}", instruction.rest)
-    fields = (
-        dict(field.split("=") for field in match[1].split()) if match else {}
-    )
-    split = {name: text.split("x") for name, text in fields.items()}
-    axes = []
-    for axis in range(len(split.get("size", []))):
-        own = {name: values[axis] for name, values in split.items()}
-        own["pad"] = own.get("pad", "0").split("_")[0]
-        axes.append({name: int(value) for name, value in own.items()})
-    return axes
-
-
-def _hits(inputs: int, over: int, outputs: int, window: dict[str, int]) -> int:
-    """Counts the pairs of position and tap that fall on a number."""
-    stride, between = window.get("stride", 1), window.get("rhs_dilate", 1)
-    spread = window.get("lhs_dilate", 1)
-    starts = np.arange(over)[:, None] * between - window["pad"]
-    places = starts + np.arange(outputs) * stride
-    is_inside = (places >= 0) & (places <= (inputs - 1) * spread)
-    return int(np.count_nonzero(is_inside & (places % spread == 0)))
+    return (m, k, n), count, 2 * m * k * n * count
 
 
 # The sides of a convolution's product are positions of the window, what is

@@ -120,7 +120,7 @@ def times(name: str, computations: Computations) -> dict[str, int]:
     while waiting:
         among = computations.get(name := waiting.pop(), {})
         for instruction in among.values():
-            count = rounds(instruction, among, computations) or 1
+            count = rounds(instruction, computations) or 1
             for callee in instruction.called:
                 if callee not in counts:
                     counts[callee] = counts[name] * count
@@ -128,35 +128,18 @@ def times(name: str, computations: Computations) -> dict[str, int]:
     return counts
 
 
-def rounds(
-    loop: Instruction,
-    among: dict[str, Instruction],
-    computations: Computations,
-) -> int | None:
+def rounds(loop: Instruction, computations: Computations) -> int | None:
     """Returns how often a loop's body runs; `None` if that is unknown."""
     if loop.operation != "while":
         return 1
     if known := re.search(r'known_trip_count":{"n":"(\d+)"', loop.rest):
         return int(known[1])
-    # Frameworks count up from 0. The limit is in the condition or enters the
-    # loop: it is a constant, or the final count of another loop.
+    # Frameworks count up from 0 to a constant in the condition.
     (name,) = re.findall(r"condition=%([\w.\-]+)", loop.rest)
     condition = list(computations[name].values())
     inner = [callee for x in condition for callee in x.called]
     condition += [x for callee in inner for x in computations[callee].values()]
-    limits = [_number(instruction) for instruction in condition]
-    init = among[loop.operands[0]]
-    start = init.operands if init.operation == "tuple" else []
-    for instruction in condition:
-        place = re.search(r"index=(\d+)", instruction.rest)
-        if instruction.operation == "get-tuple-element" and place and start:
-            source = among[start[int(place[1])]]
-            limits.append(_number(source))
-            if source.operation == "get-tuple-element":
-                source = among[source.operands[0]]
-                if source.operation == "while":
-                    limits.append(rounds(source, among, computations))
-    return max(filter(None, limits), default=None)
+    return max(filter(None, map(_number, condition)), default=None)
 
 
 def _number(instruction: Instruction) -> int | None:

@@ -32,26 +32,21 @@ def inputs(
 
 
 def _with_shape(symbols: list, input_shape: Any) -> list:
-    """Changes the row shapes of symbolic inputs, or creates an input."""
-    rows = tree.map_shape_structure(_row_symbol, input_shape)
-    if not symbols:
-        return [rows]
-    leaves = tree.flatten(symbols)
-    shapes = [row.shape[1:] for row in tree.flatten(rows)]
-    shapes = shapes * len(leaves) if len(shapes) == 1 else shapes
-    expected = [tuple(leaf.shape[1:]) for leaf in leaves]
-    if list(map(len, shapes)) != list(map(len, expected)):
-        raise ValueError(
-            "The shape of one row must fit all inputs, or there is one for "
-            f"each. Received: input_shape={input_shape!r} for inputs with "
-            f"rows of {', '.join(map(str, expected))}. {_advice(expected[0])}"
+    """Changes the row shape of all symbolic inputs, or creates an input."""
+    shape = tuple(input_shape)
+    for leaf in tree.flatten(symbols):
+        if len(leaf.shape) != 1 + len(shape):
+            raise ValueError(
+                "The shape of one row must fit all inputs. Received: "
+                f"input_shape={shape!r} for an input with rows of "
+                f"{leaf.shape[1:]}. {_advice(leaf.shape[1:])}"
+            )
+    return list(
+        tree.map_structure(
+            lambda leaf: keras.KerasTensor((None, *shape), leaf.dtype),
+            symbols or [keras.KerasTensor((None, *shape))],
         )
-    changed = map(_row_symbol, shapes, [leaf.dtype for leaf in leaves])
-    return list(tree.pack_sequence_as(symbols, list(changed)))
-
-
-def _row_symbol(shape: Any, dtype: Any = "float32") -> keras.KerasTensor:
-    return keras.KerasTensor((None, *shape), dtype)
+    )
 
 
 def targets(model: keras.Model, outputs: Any) -> Any:

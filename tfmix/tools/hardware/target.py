@@ -87,17 +87,11 @@ def find(name: str) -> Target:
     """Returns the target of a name.
 
     Raises:
-        TypeError: If `name` is not a string.
         ValueError: If there is no such target.
     """
-    if not isinstance(name, str):
-        raise TypeError(
-            "`target` must be a name such as 'h200'. Received: "
-            f"target={name!r} of type {type(name).__name__}."
-        )
-    target = _TARGETS.get(name.lower())
+    target = _TARGETS.get(str(name).lower())
     if target is None:
-        hint = _arguments.did_you_mean(name.lower(), list(_TARGETS))
+        hint = _arguments.did_you_mean(str(name).lower(), list(_TARGETS))
         raise ValueError(
             f"`target` must be one of {sorted(_TARGETS)!r}. Received: "
             f"target={name!r}.{hint}"

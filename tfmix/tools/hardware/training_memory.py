@@ -114,24 +114,15 @@ def of_target(
 
 
 def first_that_fits(
-    memories: Mapping[str, Memory],
-    target: targets.Target,
-    is_small: bool = False,
+    memories: Mapping[str, Memory], target: targets.Target
 ) -> str:
     """Describes the first way to train that fits a target.
 
-    It considers float32 and the 16-bit dtype of `"auto"` there. A model that
-    `is_small` is not faster in 16 bit.
+    It considers float32 and the 16-bit dtype of `"auto"` there.
     """
     has = f"{target.name} has {target.memory / 2**20:,.0f} MiB"
     auto = target.auto()
-    fits = memories["float32"].total <= target.memory
-    if fits and is_small:
-        return (
-            f"{has}. float32 fits, and 16 bit would not be faster: the "
-            "products take less time than a kernel launch"
-        )
-    if fits:
+    if memories["float32"].total <= target.memory:
         return f"{has}. float32 fits; faster is {auto}, which is 'auto' there"
     for name, memory in memories.items():
         fits = memory.total <= target.memory

@@ -29,10 +29,8 @@ class Run:
     fast: bool  # true if the device is faster in this dtype
     is_cpu: bool  # true if no accelerator was found
     failed: str  # why something could not be measured, "" for nothing
-    ended: str  # the error that ended it, "" for none
     steps: int  # the train steps, skipped ones included
     skipped: int | None
-    cause: str  # the likeliest cause of skipped steps, or ""
     milliseconds: float | None  # the median time of a step, without the first
     timed: int  # the steps of that median
     blocks: list[float]  # the same of blocks of steps, see `verdict`
@@ -51,8 +49,6 @@ class Run:
     def notes(self) -> list[str]:
         """Returns the sentences below the table."""
         notes = [f"{self.policy} on {self.device}: {self.why}"]
-        if self.ended:
-            notes.append(f"ended by {self.ended}")
         if not self.steps:
             notes.append(
                 "No step of an optimizer was seen in this process, so nothing "
@@ -60,8 +56,6 @@ class Run:
             )
         if self.failed:
             notes.append(f"not measured to the end, because of {self.failed}")
-        if self.cause:
-            notes.append(f"skipped, most likely: {self.cause}")
         if self.steps and not self.is_float32():
             notes.append(f"in float32: {self._kept()}")
         notes += self.fallen

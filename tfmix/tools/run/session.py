@@ -19,11 +19,10 @@ import rich.console
 
 from tfmix import _messages
 from tfmix._keras import global_state, layers, replacing
-from tfmix.autocast import fallback, global_policy, record
+from tfmix.autocast import fallback, global_policy
 from tfmix.policy import names
 from tfmix.policy import policy as policies
 from tfmix.policy.devices import devices, suited_policy
-from tfmix.tools.diagnostics import skip_report
 from tfmix.tools.run import report, steps
 
 POLICY, SETTINGS = "TFMIX_POLICY", "TFMIX_RUN"
@@ -68,22 +67,6 @@ class _Layer:
     fallen: str  # why it fell back, or ""
 
 
-class _Watch(skip_report.SkipWatch):
-    """Keeps the likeliest cause of skipped steps for the report."""
-
-    def __init__(self, session: "_Session") -> None:
-        super().__init__()
-        self._session, self._is_known = session, False
-
-    def on_skips(
-        self, epoch: int, applied: int, skipped: int, loss: float
-    ) -> None:
-        super().on_skips(epoch, applied, skipped, loss)
-        if not self._is_known:
-            self._is_known = True
-            self._session.cause = self.cause(loss).text
-
-
 class _Session:
     def __init__(self, name: str, settings: Settings) -> None:
         self._settings, self._process = settings, os.getpid()
@@ -106,7 +89,6 @@ class _Session:
         self._unused = settings.unused
         self._first = settings.first if self._is_started_here else None
         self._is_refused = False
-        self.cause = ""
 
     def begin(self) -> None:
         """Sets the policy, and watches the script."""
@@ -119,7 +101,6 @@ class _Session:
             }
         )
         self._steps.watch()
-        record.report_skips(skip_report.Reporter(lambda: _Watch(self)))
         atexit.register(self._end)
 
     def _decide(
@@ -297,10 +278,8 @@ class _Session:
             fast=is_fast,
             is_cpu=is_cpu,
             failed=self._steps.error,
-            ended=_ended(),
             steps=self._steps.count(),
             skipped=self._steps.skipped(),
-            cause=self.cause,
             milliseconds=None if group is None else group.milliseconds(),
             timed=0 if group is None else group.steps_timed(),
             blocks=[] if group is None else group.blocks(),
@@ -353,15 +332,6 @@ def _device(here: Any) -> str:
     alike = sum(device.name == first.name for device in here)
     name = first.kind if first.kind == "CPU" else first.name
     return name if alike == 1 else f"{alike} x {name}"
-
-
-def _ended() -> str:
-    """Returns the error with which Python ends, or ""."""
-    error = getattr(sys, "last_value", None)
-    if error is None:
-        return ""
-    text = str(error).strip().partition("\n")[0][:100]
-    return type(error).__name__ + (f": {text}" if text else "")
 
 
 def _read(path: str) -> report.Run:

@@ -98,36 +98,31 @@ def _skips(optimizer: keras.optimizers.Optimizer) -> Any:
 
 
 class Losses:
-    """A sample of the losses of a run, whose length is not known before."""
+    """The latest losses of a run, whose length is not known before."""
 
     _MOST = 256
 
     def __init__(self) -> None:
-        self._kept: list[Any] = []
-        self._stride, self._seen = 1, 0
-        # At the end of an epoch, Keras makes a call without a batch.
-        self._latest: collections.deque = collections.deque(maxlen=2)
+        self._kept: collections.deque = collections.deque(maxlen=self._MOST)
+        self._seen = 0
 
     def __bool__(self) -> bool:
         return self._seen > 0
 
     def add(self, loss: Any) -> None:
         """Notes a loss, which need not be computed yet."""
-        self._latest.append(loss)
-        if self._seen % self._stride == 0:
-            self._kept.append(loss)
+        self._kept.append(loss)
         self._seen += 1
-        if len(self._kept) > self._MOST:
-            self._kept, self._stride = self._kept[::2], 2 * self._stride
 
     def last_tenth(self) -> float | None:
-        """Returns the mean over the last tenth, None if it is not known.
+        """Returns the mean over the last tenth, `None` if it is not known.
 
-        A few bad batches do not count. It is not finite if most of them are
-        not.
+        Of a long run, it is that of the last 256. A few bad batches do not
+        count. It is not finite if most of them are not.
         """
-        first = int(0.9 * self._seen / self._stride)
-        for losses in (self._kept[first:], self._latest):
+        # At the end of an epoch, Keras makes a call without a batch.
+        for count in (math.ceil(self._seen / 10), 2):
+            losses = [*self._kept][-count:]
             known = [x for x in map(_number, losses) if x is not None]
             if known:
                 break
