@@ -29,7 +29,9 @@ class Contraction:
     @functools.cached_property
     def batch(self) -> str:
         """The letters that both factors and the result have."""
-        return "".join(x for x in self.inputs if x in {*self.weight} & {*self.outputs})
+        return "".join(
+            x for x in self.inputs if x in {*self.weight} & {*self.outputs}
+        )
 
     @functools.cached_property
     def summed(self) -> str:
