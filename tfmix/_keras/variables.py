@@ -486,8 +486,7 @@ def host_value(variable: Any) -> Any:
         is_traced = isinstance(value, jax.core.Tracer)
         if is_traced or becomes_constant(variable):
             return None
-        return np.asarray(value)
-    if not tf.executing_eagerly():
+    elif not tf.executing_eagerly():
         return None
     # NumPy 2 warns about the conversion that TensorFlow's variables offer.
     return np.asarray(value.numpy() if hasattr(value, "numpy") else value)
