@@ -89,9 +89,9 @@ def transformer(
         model = gpu_models.transformer(**TRANSFORMER)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         optimizer = overhead.SYSTEMS[way](keras.optimizers.Adam())
-        # By default `compile` would wrap the optimizer under the policy.
-        wrap = way != "bare"
-        model.compile(optimizer, loss=loss, auto_scale_loss=wrap)
+        model.compile(optimizer, loss=loss)
+        # `compile` wraps the optimizer under the policy.
+        model.optimizer = optimizer
     found = targets.find(target)
     device = compilers.device(found)
     made = compiled_tensorflow.training_step(model, ROWS, device)

@@ -33,7 +33,11 @@ def build_model(policy: str) -> keras.Model:
 
 
 def train(
-    optimizer: Any, seed: int, policy: str = "float32", **settings: Any
+    optimizer: Any,
+    seed: int,
+    policy: str = "float32",
+    wraps: bool = True,
+    **settings: Any,
 ) -> tuple[keras.Model, float]:
     """Trains a net; returns it and its accuracy in percent."""
     x, y = images()
@@ -41,6 +45,9 @@ def train(
     model = build_model(policy)
     loss = "sparse_categorical_crossentropy"
     model.compile(optimizer, loss=loss, **settings)
+    if not wraps:
+        # `compile` wraps the optimizer under a 16-bit policy.
+        model.optimizer = optimizer
     model.fit(x[:-_TEST], y[:-_TEST], batch_size=32, epochs=EPOCHS, verbose=0)
     predicted = model.predict(x[-_TEST:], verbose=0).argmax(axis=-1)
     return model, 100.0 * float(np.mean(predicted == y[-_TEST:]))

@@ -75,7 +75,7 @@ _HOW = (
 )
 _MODELS_NOTE = (
     "Keras means its own policy, for float8 `quantize`; unchecked is "
-    "`auto_scale_loss=False`, without the check that gradients are finite. "
+    "Adam without a wrapper, set as `model.optimizer` after `compile`. "
     "PyTorch has autocast, `torch.compile` and fused Adam; by hand is plain "
     "JAX. The first step is timed from the call of `fit`."
 )

@@ -63,14 +63,12 @@ class KerasSession:
 
         task = gpu_models.task(model, tiny)
         adam: Any = keras.optimizers.Adam(1e-4)
-        settings: dict[str, Any] = {}
         if library == "tfmix":
             import tfmix
 
             tfmix.set_global_policy(precision)
             if optimizer == LOW_MEMORY:
                 adam = tfmix.optimizers.LowMemoryOptimizer(adam)
-            settings["auto_scale_loss"] = optimizer != UNCHECKED
         else:
             policy = precision.replace("float8", "bfloat16")
             keras.config.set_dtype_policy(policy)
@@ -86,7 +84,10 @@ class KerasSession:
                 warnings.simplefilter("ignore")
                 self.model.quantize("float8")
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        self.model.compile(adam, loss, **settings)
+        self.model.compile(adam, loss)
+        if optimizer == UNCHECKED:
+            # `compile` has wrapped it.
+            self.model.optimizer = adam
         self.batch = task.batch_of_all()
         self.weights = self.model.count_params()
 

@@ -48,9 +48,10 @@ def run_task(seeds: int) -> results.Table:
         scores = []
         for seed in range(seeds):
             adam = around(keras.optimizers.Adam(1e-3))
-            # By default `compile` would add masters under bfloat16.
-            how = {"jit_compile": False, "auto_scale_loss": False}
-            model, score = digits.train(adam, seed, policy, **how)
+            # `compile` would add masters under bfloat16.
+            model, score = digits.train(
+                adam, seed, policy, wraps=False, jit_compile=False
+            )
             scores.append(score)
         weights, state = bytes_per_parameter(model)
         rows.append(

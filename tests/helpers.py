@@ -224,28 +224,6 @@ def notebook_html(report):
     return report._repr_mimebundle_([], [])["text/html"]
 
 
-def tensorboard(folder, **settings):
-    """Returns Keras's callback, or skips the test if it cannot write."""
-    reason = "keras.callbacks.TensorBoard needs both"
-    for module in ("tensorflow", "tensorboard"):
-        pytest.importorskip(module, reason=reason)
-    return keras.callbacks.TensorBoard(folder, write_graph=False, **settings)
-
-
-def curves(folder):
-    """Reads an event file into the values of every step, by name."""
-    import tensorflow as tf
-
-    (file,) = folder.iterdir()
-    found = {}
-    for record in tf.data.TFRecordDataset(str(file)).as_numpy_iterator():
-        event = tf.compat.v1.Event.FromString(record)
-        for value in event.summary.value:
-            number = float(tf.make_ndarray(value.tensor))
-            found.setdefault(value.tag, {})[event.step] = number
-    return found
-
-
 def _bytes(array):
     return np.frombuffer(array.tobytes(), dtype="uint8")
 

@@ -52,11 +52,11 @@ class Loop:
         self.model, self.optimizer, self.loss = model, optimizer, loss
         optimizer.build(model.trainable_variables)
         if keras.backend.backend() == "jax":
-            self.step = self._held(steps.compiled(self._by_jax, mode))
+            self.step = self._held(steps.compiled(self.by_jax, mode))
         else:
-            self.step = steps.compiled(self._by_tensorflow, mode)
+            self.step = steps.compiled(self.by_tensorflow, mode)
 
-    def _by_tensorflow(self, x, y):
+    def by_tensorflow(self, x, y):
         import tensorflow as tf
 
         weights = self.model.trainable_variables
@@ -65,7 +65,7 @@ class Loop:
         self.optimizer.apply(tape.gradient(loss, weights), weights)
         return loss
 
-    def _by_jax(self, weights, others, slots, x, y):
+    def by_jax(self, weights, others, slots, x, y):
         import jax
 
         def loss_of(weights):
@@ -79,15 +79,19 @@ class Loop:
         weights, slots = self.optimizer.stateless_apply(slots, slopes, weights)
         return loss, (weights, others, slots)
 
+    def groups(self):
+        """Lists the variables that a step of JAX takes and returns."""
+        return (
+            self.model.trainable_variables,
+            self.model.non_trainable_variables,
+            self.optimizer.variables,
+        )
+
     def _held(self, step):
         """Returns a step that reads and assigns the variables itself."""
 
         def held(x, y):
-            groups = (
-                self.model.trainable_variables,
-                self.model.non_trainable_variables,
-                self.optimizer.variables,
-            )
+            groups = self.groups()
             values = ([v.value for v in group] for group in groups)
             loss, after = step(*values, x, y)
             for group, new in zip(groups, after, strict=True):

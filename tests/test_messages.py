@@ -58,22 +58,20 @@ def test_a_block_is_silenced_around_another_and_a_message_is_said_once(caplog):
     assert caplog.messages == ["tfmix: said 1", "tfmix: so it is"]
 
 
-@pytest.mark.parametrize(
-    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.name
-)
-def test_no_module_warns_in_another_way(path):
-    text = path.read_text(encoding="utf-8")
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom | ast.Import):
-            names = {each.name for each in node.names}
-            assert "logging" not in names or path.name == "_messages.py"
-        is_call = isinstance(node, ast.Call)
-        called = ast.unparse(node.func) if is_call else ""
-        if called == "warnings.warn":
-            # Tools look for this category of Python.
-            assert "DeprecationWarning" in ast.unparse(node)
-        if called.startswith("_messages."):
-            assert "tfmix: " not in ast.unparse(node)
+def test_no_module_warns_in_another_way():
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom | ast.Import):
+                names = {each.name for each in node.names}
+                assert "logging" not in names or path.name == "_messages.py"
+            is_call = isinstance(node, ast.Call)
+            called = ast.unparse(node.func) if is_call else ""
+            if called == "warnings.warn":
+                # Tools look for this category of Python.
+                assert "DeprecationWarning" in ast.unparse(node)
+            if called.startswith("_messages."):
+                assert "tfmix: " not in ast.unparse(node)
 
 
 def test_the_guide_silences_them_in_the_same_way():

@@ -86,24 +86,6 @@ def test_the_backends_share_the_values_of_a_long_parameter():
         assert {item.callspec.params["b"] for item in each} == {"x", "y"}
 
 
-@pytest.mark.parametrize(
-    ("values", "is_shared"), [("abc", True), ("abcdef", False)]
-)
-def test_a_short_parameter_and_a_test_of_one_backend_have_all_values(
-    values, is_shared
-):
-    cases = items("one", a=values)
-    for mine in (0, 1):
-        kept = quick(cases, shared=cases if is_shared else (), mine=mine)
-        assert kept == set(cases)
-
-
-def test_a_value_of_a_case_that_is_not_shared_is_kept():
-    cases = items("one", a="abcdef")
-    kept = quick(cases, shared=[one for one in cases if one is not cases[1]])
-    assert kept == {cases[n] for n in (0, 1, 2, 4)}
-
-
 def test_other_combinations_per_backend_and_none_of_an_omitted_case():
     cases = items("one", a="xy", b="xy")
     assert quick(cases, mine=0).isdisjoint(quick(cases, mine=1))

@@ -15,13 +15,6 @@ import rich.text
 
 # A cell of up to this length is never broken.
 _WHOLE = 24
-_STYLES = {
-    "ok": "green",
-    "overflow": "bold red",
-    "not_finite": "bold red",
-    "underflow": "yellow",
-    "inaccurate": "yellow",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +26,6 @@ class Table:
     title: str = ""  # a line above the table
     notes: Sequence[str] = ()  # lines below it
     code: Sequence[str] = ()  # lines to copy, at the end
-    # Each row has a verdict that sets its colour, or no row has one.
-    verdicts: Sequence[str] = ()
 
     def __rich_console__(
         self,
@@ -63,10 +54,9 @@ class Table:
             drawn.add_column(
                 rich.markup.escape(head), no_wrap=not is_long, overflow="fold"
             )
-        styles = map(_STYLES.get, self.verdicts or [""] * len(self.rows))
-        for row, style in zip(self.rows, styles, strict=True):
+        for row in self.rows:
             # Names and advice contain brackets, which rich takes for markup.
-            drawn.add_row(*map(rich.markup.escape, row), style=style)
+            drawn.add_row(*map(rich.markup.escape, row))
         return drawn
 
 

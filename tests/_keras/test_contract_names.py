@@ -9,64 +9,37 @@ import pytest
 from tests._keras import private_names
 from tests._keras.contracts import (
     ATTRIBUTES,
-    CONSTANTS,
     ELSEWHERE,
-    FUNCTIONS,
     OURS,
     PACKAGES,
-    check_takes,
+    attributes,
     contracts,
     find,
-    rows,
+    is_here,
+    owned,
     skip_unless_here,
 )
 
 pytestmark = pytest.mark.every_case("each row is a rule of its own, and fast")
 
 
-@pytest.mark.parametrize(
-    ("owner", "attribute", "expected"),
-    rows(FUNCTIONS),
-    ids=[f"{owner}.{name}" for owner, name, _ in rows(FUNCTIONS)],
-)
-def test_function_is_there_and_takes_these(owner, attribute, expected):
-    skip_unless_here(attribute)
+@pytest.mark.parametrize(("owner", "name"), owned())
+def test_name_is_there(owner, name):
+    skip_unless_here(name)
     pytest.importorskip(owner.partition(".")[0])
-    check_takes(getattr(find(owner), attribute), expected)
-
-
-def test_another_signature_is_found():
-    check_takes(lambda x, mask, new=None, *more, **rest: None, "x mask")
-    for other in (
-        lambda x: None,
-        lambda mask, x: None,
-        lambda x, mask, new: None,
-    ):
-        with pytest.raises(AssertionError):
-            check_takes(other, "x mask")
+    assert hasattr(find(owner), name)
 
 
 @pytest.mark.parametrize(
-    ("owner", "attribute", "kind"),
-    rows(CONSTANTS),
-    ids=[f"{owner}.{name}" for owner, name, _ in rows(CONSTANTS)],
+    ("make", "names"),
+    ATTRIBUTES.items(),
+    ids=[make.__name__ for make in ATTRIBUTES],
 )
-def test_constant_is_there_and_of_this_type(owner, attribute, kind):
-    skip_unless_here(attribute)
-    pytest.importorskip(owner.partition(".")[0])
-    assert isinstance(getattr(find(owner), attribute), kind)
-
-
-@pytest.mark.parametrize(
-    ("make", "attribute", "kind"),
-    [
-        pytest.param(make, name, kind, id=f"{of}-{name}-{kind.__name__}")
-        for of, make, name, kind in ATTRIBUTES
-    ],
-)
-def test_attribute_is_there_and_of_this_type(make, attribute, kind):
-    skip_unless_here(attribute)
-    assert isinstance(getattr(make(), attribute), kind)
+def test_attributes_are_there(make, names):
+    names = [name for name in names.split() if is_here(name)]
+    if names:
+        made = make()
+        assert not [name for name in names if not hasattr(made, name)]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -91,8 +64,8 @@ def check_contracts(folder):
     assert not left_out, f"private names without a contract: {left_out}"
     # Names without an underscore are found as words.
     text = "".join(path.read_text("utf-8") for path in folder.glob("*.py"))
-    known = {name for _, name, _ in rows(FUNCTIONS) + rows(CONSTANTS)}
-    known |= ELSEWHERE - {"_*"} | {name for _, _, name, _ in ATTRIBUTES}
+    known = {name for _, name in owned()}
+    known |= ELSEWHERE - {"_*"} | attributes()
     needless = known - set(found) - set(re.findall(r"\w+", text))
     assert not needless, f"nothing needs these: {sorted(needless)}"
 
@@ -105,7 +78,6 @@ NOT_PRIVATE = {
     "_exit": "Python's",
     "_*": "part of a name that tfmix gives",
     "_loss_scale_*": "the same",
-    "_no_decay": "the same",
 }
 
 
@@ -149,20 +121,14 @@ def test_a_contract_that_nothing_needs_is_found(tmp_path):
     ("code", "name"),
     [
         ("layer._secret", "_secret"),
-        ("layer._secret = 1", "_secret"),
         ("vars(layer)['_secret']", "_secret"),
         ("getattr(layer, '_secret', None)", "_secret"),
         ("BASE = '_secret'\nlayer[f'{BASE}_cache']", "_secret_cache"),
-        ("layer[f'_{name}_cache']", "_*_cache"),
         ("class V(keras.Variable):\n    x = self._secret", "_secret"),
-        ("import keras.src.secret", "keras.src.secret"),
         ("def late():\n    from keras.src import secret", "keras.src.secret"),
         ("keras.src.secret.call()", "keras.src.secret"),
-        ("from tensorflow.compiler import x", "tensorflow.compiler.x"),
         ("import tensorflow.python.eager as x", "tensorflow.python.eager"),
-        ("from jax._src import secret", "jax._src.secret"),
         ("from jaxlib import secret", "jaxlib.secret"),
-        ("import_module('keras.src.secret')", "keras.src.secret"),
         ("import_module(f'keras.src.{name}')", "keras.src.*"),
         (
             "m = importlib.import_module('keras.src.ops')\nm.secret",

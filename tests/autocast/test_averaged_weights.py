@@ -65,27 +65,3 @@ def test_a_swap_of_16_bit_weights_is_refused():
     swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
     with pytest.raises(ValueError, match="dtype 'float16'.*'mixed_' policy"):
         fit(model, swap)
-
-
-@pytest.mark.costly
-def test_without_averages_keras_raises_its_error():
-    model = compiled("bfloat16", "sgd")
-    with pytest.raises(ValueError, match="use_ema"):
-        fit(model, keras.callbacks.SwapEMAWeights(True))
-
-
-@pytest.mark.costly
-def test_weights_loaded_before_the_first_step_get_keras_warning(
-    tmp_path, caplog
-):
-    model = compiled("float16", sgd())
-    fit(model)
-    model.save_weights(tmp_path / "a.weights.h5")
-    with tfmix.policy_scope("float16"):
-        fresh = keras.models.clone_model(model)
-    fresh.compile(sgd(), "mse")
-    with pytest.warns(UserWarning, match="Skipping") as warned:
-        fresh.load_weights(tmp_path / "a.weights.h5")
-    assert sum("Skipping" in str(each.message) for each in warned) == 1
-    # Keras's own says that the optimizer was not built.
-    assert not [m for m in caplog.messages if "is not built" in m]

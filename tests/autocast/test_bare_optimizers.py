@@ -200,12 +200,3 @@ def test_optimizers_inside_a_wrapped_one_skip_with_it(mode):
     # Nor are values kept for a second check.
     attributes = {name for inner in inside.values() for name in vars(inner)}
     assert not [name for name in attributes if "skipping" in name]
-
-
-def test_gradients_before_the_build_are_refused_as_keras_refuses_them():
-    optimizer = keras.optimizers.SGD(0.1)
-    with (
-        tfmix.policy_scope("mixed_float16"),
-        pytest.raises(ValueError, match="must already be built"),
-    ):
-        optimizer.apply([keras.ops.ones(2)])

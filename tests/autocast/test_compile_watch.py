@@ -76,22 +76,3 @@ def test_a_model_inside_a_loaded_model_gets_a_record(policy):
     for ours, expected in ((inner, part), (loaded, model)):
         found = ours.predict(ids, verbose=0)
         np.testing.assert_array_equal(found, expected.predict(ids, verbose=0))
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_conversion_reaches_the_models_inside_and_goes_back(policy):
-    def around_a_part():
-        part = make()
-        return part, keras.Sequential([keras.Input((3,)), part])
-
-    part, model = around_a_part()
-    before = vars(part).keys() - {"_tfmix_marks"}
-    report = tfmix.apply_policy(model, policy)
-    assert mixed_model.policy_of(part).name == policy
-    report.undo()
-    assert mixed_model.policy_of(part) is None
-    assert vars(part).keys() - {"_tfmix_marks"} == before
-    with tfmix.policy_scope(policy):
-        part, model = around_a_part()
-    tfmix.apply_policy(model, "float32")
-    assert mixed_model.policy_of(part) is None

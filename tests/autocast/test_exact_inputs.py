@@ -76,10 +76,6 @@ FORMS = {
         sequential(keras.Input((3,)), e), keras.layers.Flatten()
     ),
     "functional": lambda e: functional(e, 3),
-    "in a Sequential": lambda e: sequential(
-        sequential(e), keras.layers.Flatten()
-    ),
-    "functional in a user's model": lambda e: Around(functional(e, 3)),
     "Sequential in a user's model": lambda e: Around(sequential(e)),
     "in a user's model": Around,
     "in a user's layer": lambda e: functional(TokenLayer(e), 3),

@@ -121,23 +121,6 @@ class Cell(layers.Layer):
         return h, [h]
 
 
-class JoinsInCall(layers.Layer):
-    """Creates a layer inside `call`, like keras-io's decision forests."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense = layers.Dense(4)
-
-    def build(self, shape):
-        self.dense.build(shape)
-        self.scale = ops.ones((8,), "float32")
-
-    def call(self, x):
-        x = self.dense(x)
-        x = layers.concatenate([x, 1.0 - x], axis=1)
-        return strict_add(x, ops.broadcast_to(self.scale, x.shape))
-
-
 class Refuses(layers.Layer):
     """Raises an error of any kind for 16-bit numbers."""
 
@@ -164,7 +147,6 @@ SPREAD = {
     # Only code that cannot take float32 falls back, too.
     "both": (lambda: Outer(adds=True), ["first"], ["self", "second"]),
     "a cell": (lambda: layers.RNN(Cell()), [], ["cell"]),
-    "a layer made in a call": (JoinsInCall, ["dense"], ["self"]),
 }
 
 
@@ -265,24 +247,6 @@ def test_the_warning_names_the_line_that_autograph_copied(caplog):
     assert f"`{line}`: TypeError: Input" in warning
 
 
-@keras.saving.register_keras_serializable("fallback")
-class MixesAround(layers.Layer):
-    """Masks the results of an inner layer by -1e9, in float32."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.dense = layers.Dense(8, kernel_initializer="ones")
-
-    def build(self, shape):
-        self.dense.build(shape)
-
-    def call(self, x):
-        scores = self.dense(x)
-        mask = ops.cast(ops.ones(ops.shape(x)) > 0.0, "float32")
-        masked = strict_add(scores, mask * -1e9)
-        return strict_add(x, ops.softmax(masked))
-
-
 class Names(layers.Layer):
     """Raises an error that names the layer, as those of variables do."""
 
@@ -309,7 +273,6 @@ def test_a_cause_is_one_line_whatever_its_error_names(caplog):
         assert kinds == ["Mixes", "Block", "Names"]
 
 
-@keras.saving.register_keras_serializable("fallback")
 class Shares(layers.Layer):
     """Calls a layer that others call, too."""
 
@@ -327,44 +290,25 @@ class Shares(layers.Layer):
             return strict_add(y, ops.ones(ops.shape(x), "float32"))
         return strict_add(y, x)
 
-    def get_config(self):
-        shared = keras.saving.serialize_keras_object(self.shared)
-        config = {"shared": shared, "mixes": self.mixes}
-        return {**super().get_config(), **config}
-
-    @classmethod
-    def from_config(cls, config):
-        shared = keras.saving.deserialize_keras_object(config.pop("shared"))
-        return cls(shared=shared, **config)
-
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("is_last", [True, False])
 def test_only_one_of_the_layers_that_share_an_inner_one_falls_back(
-    is_last, name, tmp_path, caplog
+    is_last, name, caplog
 ):
     tfmix.set_global_policy(name)
     shared = layers.Dense(8, name="shared")
     falls, stays = Shares(shared, mixes=True), Shares(shared)
     inputs = keras.Input((8,))
     order = (stays, falls) if is_last else (falls, stays)
-    # Keras only saves layers as shared that the graph holds as well.
     x = shared(inputs)
     model = keras.Model(inputs, [layer(x) for layer in order])
-    before = model.predict(X, verbose=0)
+    model.predict(X, verbose=0)
     assert falls.compute_dtype == "float32"
     assert stays.compute_dtype == shared.compute_dtype == name[6:]
     assert helpers.dtype_of(stays(X)) == name[6:]
     (warning,) = warnings_in(caplog)
     assert falls.name in warning
-    caplog.clear()
-    model.save(tmp_path / "model.keras")
-    loaded = keras.models.load_model(tmp_path / "model.keras")
-    for found, expected in zip(
-        loaded.predict(X, verbose=0), before, strict=True
-    ):
-        np.testing.assert_array_equal(found, expected)
-    assert not warnings_in(caplog)
 
 
 @helpers.requires_backend("tensorflow")
@@ -494,45 +438,31 @@ def test_a_saved_model_needs_no_attempt_in_16_bit(policy, tmp_path, caplog):
     assert not warnings_in(caplog)
 
 
-def not_iterable(x):
-    (_,) = None
-
-
-def mixes_with_integers(x):
-    raise TypeError(f"AddV2, run {Raises.runs}, takes float16 with float16")
-
-
 class Raises(layers.Layer):
     runs = 0
 
-    def __init__(self, error=None, inner=None):
+    def __init__(self, inner=None):
         super().__init__()
-        self.error, self.inner = error, inner
+        self.inner = inner
 
     def call(self, x):
         if self.inner is not None:
             return self.inner(x) * 2.0
         Raises.runs += 1
-        return self.error(x)
+        raise TypeError(f"AddV2, run {Raises.runs}, takes float16 with float16")
 
 
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [(not_iterable, "NoneType"), (mixes_with_integers, "run 1, takes")],
-)
 @pytest.mark.parametrize("depth", [0, 10])
-def test_code_that_fails_runs_once_more_however_deep_it_is(
-    error, message, depth
-):
+def test_code_that_fails_runs_once_more_however_deep_it_is(depth):
     with tfmix.policy_scope("mixed_float16"):
-        layer = Raises(error)
+        layer = Raises()
         for _ in range(depth):
             layer.built = True
-            layer = Raises(inner=layer)
+            layer = Raises(layer)
     layer.built = True
     Raises.runs = 0
     # The first of the two errors is raised.
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises(TypeError, match="run 1, takes"):
         layer(X)
     assert Raises.runs == 2
     assert layer.compute_dtype == "float16"
@@ -545,16 +475,13 @@ FOLLOWING = {
     "residual": lambda x, y: layers.Dense(4)(x + y),
     "normalization": lambda x, y: layers.LayerNormalization()(y),
     "float32 dense": lambda x, y: layers.Dense(4, dtype="float32")(y),
-    "float32 softmax": lambda x, y: layers.Softmax(dtype="float32")(y),
     "float32 residual": lambda x, y: layers.Add(dtype="float32")([x, y]),
     "float32 behind an op": lambda x, y: layers.Dense(4, dtype="float32")(
         x * ops.mean(y, 1, keepdims=True)
     ),
-    "another": lambda x, y: layers.Dense(4, dtype="float32")(Mixes()(y)),
     "outer": lambda x, y: layers.Dense(4)(Outer()(x)),
     "outer that adds": lambda x, y: layers.Dense(4)(Outer(adds=True)(x)),
     "block": lambda x, y: Block()(y),
-    "masks": lambda x, y: MixesAround()(y),
 }
 
 

@@ -285,28 +285,3 @@ def test_without_libtpu_jax_is_not_asked_for_a_tpu(monkeypatch):
     monkeypatch.setattr(devices, "devices", lambda: pytest.fail("asked"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     state.set_global_policy("mixed_float16")
-
-
-def test_a_decorated_function_runs_in_several_threads_at_a_time():
-    begun, ended = threading.Event(), threading.Event()
-
-    @state.policy_scope("mixed_float16")
-    def function(wait):
-        begun.set()
-        if wait:
-            ended.wait(60)
-        return new_layer_policy()
-
-    results = []
-    thread = threading.Thread(target=lambda: results.append(function(True)))
-    thread.start()
-    begun.wait(60)
-    assert function(False) == "mixed_float16"
-    # The scope of the other thread is open, and that of this one has ended.
-    state.set_global_policy("mixed_bfloat16")
-    ended.set()
-    thread.join()
-    assert results == ["mixed_float16"]
-    assert new_layer_policy() == "mixed_bfloat16"
-    state.set_global_policy("float32")
-    assert context_values.active_rules() == set()

@@ -75,26 +75,6 @@ def test_a_rule_by_path_sees_the_inputs_uncast_at_the_first_call():
     assert float(result[0, 0]) == 70000.0
 
 
-@pytest.mark.costly
-def test_layers_inside_a_ruled_layer_are_float32_too():
-    rules = keeping("LSTM", "Bidirectional", policy="float16")
-    with global_policy.policy_scope(rules):
-        # JAX cannot create Keras's default orthogonal matrices in float16.
-        any_dtype = {"recurrent_initializer": "glorot_uniform"}
-        plain = layers.LSTM(2)
-        both_ways = layers.Bidirectional(layers.GRU(2, **any_dtype))
-        free = layers.GRU(2, **any_dtype)
-    x = np.ones((1, 3, 2), "float32")
-    for layer, dtype in (
-        (plain, "float32"),
-        (both_ways, "float32"),
-        (free, "float16"),
-    ):
-        layer(x)
-        assert set(dtypes(*layer._flatten_layers())) == {dtype}
-        assert {v.dtype for v in layer.weights} == {dtype}
-
-
 def test_a_users_composite_under_a_rule_is_float32_inside():
     class Block(layers.Layer):
         def __init__(self, **kwargs):

@@ -5,70 +5,13 @@ import numpy as np
 import pytest
 from keras import ops as kops
 
-import tfmix
 from tests import helpers, steps
 from tfmix._keras import replacing
 from tfmix.autocast import global_policy
 from tfmix.autocast import record as mixed_model
 from tfmix.policy import policy as policies
 
-SIXTEEN = ("float16", "bfloat16")
 FLOAT32 = keras.DTypePolicy("float32")
-# Loss functions that take other arguments than two (4, 3) arrays.
-OTHER_ARGUMENTS = {
-    "circle",
-    "categorical_generalized_cross_entropy",
-    "ctc",
-    "deserialize",
-    "get",
-    "serialize",
-    "sparse_categorical_crossentropy",
-    "sparse_categorical_focal_crossentropy",
-}
-LOSS_FUNCTIONS = [
-    name
-    for name in dir(keras.losses)
-    if name[0].islower() and name not in OTHER_ARGUMENTS
-]
-METRICS = [
-    name
-    for name in dir(keras.metrics)
-    if name[0].isupper()
-    and name
-    not in {
-        # These are bases and wrappers, and metrics of values, class ids or
-        # matrices.
-        "Mean",
-        "Sum",
-        "Metric",
-        "MeanMetricWrapper",
-        "ConcordanceCorrelation",
-        "IoU",
-        "BinaryIoU",
-        "MeanIoU",
-        "OneHotIoU",
-        "OneHotMeanIoU",
-        "SparseCategoricalAccuracy",
-        "SparseCategoricalCrossentropy",
-        "SparseTopKCategoricalAccuracy",
-    }
-]
-ARGUMENTS = {
-    "PrecisionAtRecall": {"recall": 0.5},
-    "RecallAtPrecision": {"precision": 0.5},
-    "SensitivityAtSpecificity": {"specificity": 0.5},
-    "SpecificityAtSensitivity": {"sensitivity": 0.5},
-}
-PROBABILITIES = np.array(
-    [[0.1, 0.7, 0.2], [0.6, 0.3, 0.1], [0.25, 0.25, 0.5], [0.9, 0.05, 0.05]]
-)
-LABELS = np.eye(3, dtype="float32")[[1, 2, 2, 0]]
-
-
-def rounded(values, dtype):
-    """Returns what a dtype makes of the values, in float32."""
-    tensor = kops.cast(kops.convert_to_tensor(values), dtype)
-    return kops.cast(tensor, "float32")
 
 
 class Penalised(keras.layers.Layer):
@@ -100,33 +43,6 @@ def identity(dtype):
         return keras.Sequential(
             [keras.Input((3,)), keras.layers.Activation("linear")]
         )
-
-
-@pytest.mark.parametrize("dtype", SIXTEEN)
-@pytest.mark.parametrize("name", LOSS_FUNCTIONS)
-def test_a_loss_is_what_float32_predictions_give(name, dtype):
-    model = identity(dtype)
-    model.compile("sgd", getattr(keras.losses, name), run_eagerly=True)
-    got = model.evaluate(PROBABILITIES, LABELS, verbose=0)
-    function = getattr(keras.losses, name)
-    expected = kops.mean(function(LABELS, rounded(PROBABILITIES, dtype)))
-    np.testing.assert_allclose(
-        got, helpers.to_numpy(expected), **helpers.tolerance("float32")
-    )
-
-
-@pytest.mark.parametrize("dtype", SIXTEEN)
-@pytest.mark.parametrize("name", METRICS)
-def test_a_metric_is_what_float32_predictions_give(name, dtype):
-    def metric():
-        return getattr(keras.metrics, name)(**ARGUMENTS.get(name, {}))
-
-    expected = metric()
-    expected.update_state(LABELS, rounded(PROBABILITIES, dtype))
-    model = identity(dtype)
-    model.compile("sgd", "mse", metrics=[metric()], run_eagerly=True)
-    got = model.evaluate(PROBABILITIES, LABELS, verbose=0)[1]
-    np.testing.assert_array_equal(got, helpers.to_numpy(expected.result()))
 
 
 @pytest.mark.parametrize("targets", ["float64", "float16"])
@@ -186,32 +102,6 @@ def test_a_method_that_the_user_sets_is_wrapped_and_given_back(plain_model):
     assert calls
     mixed_model.set_policy(plain_model, FLOAT32)
     assert vars(plain_model)["train_step"] is theirs
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("policy", ["mixed_float16", "float32"])
-def test_a_model_that_is_compiled_again_forgets_the_first_time(policy):
-    x, y = np.eye(4, dtype="float32"), np.full((4, 3), 2.0, "float32")
-    quiet = {"shuffle": False, "verbose": 0}
-    seen = []
-    for compiled_before in (True, False):
-        keras.utils.set_random_seed(1)
-        with global_policy.policy_scope(policy):
-            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
-        tfmix.guard(model)
-        if compiled_before:
-            frozen = tfmix.LossScaleOptimizer(keras.optimizers.SGD(0.0))
-            model.compile(frozen, loss="mae", metrics=["mse"])
-            model.fit(x, y, **quiet)
-            model.evaluate(x, y, verbose=0)
-        model.compile(tfmix.LossScaleOptimizer("sgd"), "mse", metrics=["mae"])
-        history = model.fit(x, y, epochs=2, **quiet).history
-        result = model.evaluate(x, y, verbose=0, return_dict=True)
-        seen.append((history, result, model.get_weights()))
-    again, once = seen
-    assert again[:2] == once[:2]
-    for ours, theirs in zip(again[2], once[2], strict=True):
-        helpers.assert_same_bits(ours, theirs)
 
 
 def test_a_model_with_a_policy_loads_without_it():

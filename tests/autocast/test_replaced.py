@@ -19,7 +19,7 @@ from tests.tree import ROOT
 from tfmix._keras import global_state, op_places, replacing, version
 from tfmix.autocast import global_policy, replaced
 from tfmix.ops import stand_ins
-from tfmix.optimizers import sixteen_bit_optimizer
+from tfmix.optimizers import wrapper
 from tfmix.policy import policy as policies
 
 
@@ -30,8 +30,7 @@ class Comparison:
     """
 
     def __init__(self):
-        wrapper = sixteen_bit_optimizer.SixteenBitOptimizer
-        self._owners = replaced_names.owners(wrapper)
+        self._owners = replaced_names.owners(wrapper.OptimizerWrapper)
         self._before = replaced_names.snapshot(self._owners)
 
     def changed(self):
@@ -64,7 +63,10 @@ def train():
     model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16", "O1"])
+@pytest.mark.parametrize(
+    "policy",
+    helpers.quick_are({"mixed_float16"}, ["mixed_float16", "bfloat16", "O1"]),
+)
 def test_what_differs_from_plain_keras_is_on_the_list(comparison, policy):
     tfmix.set_global_policy(policy)
     train()
@@ -105,19 +107,6 @@ def test_tensorflows_registry_gets_gradients_of_our_own_names_only():
 def test_each_entry_says_why():
     for entry in replaced.LIST:
         assert entry.why.endswith("."), entry
-
-
-@pytest.mark.costly
-def test_float32_leaves_nothing_replaced(comparison):
-    for policy in ("mixed_float16", "mixed_bfloat16", "float16"):
-        tfmix.set_global_policy(policy)
-        train()
-        with tfmix.policy_scope("O2"):
-            train()
-    assert replacing.replaced()
-    tfmix.set_global_policy("float32")
-    assert comparison.changed() == []
-    assert not replacing.replaced()
 
 
 @pytest.mark.costly
@@ -224,89 +213,34 @@ def test_float32_ends_the_watch_and_the_next_policy_begins_it():
     assert keras.Model.compile.__wrapped__ is original
 
 
-USES = """
+IMPORTS = """
 import keras
 import numpy as np
+
 from tests.autocast import replaced_names
 
-X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
-Y = np.arange(8) % 3
-CROSS_ENTROPY = "sparse_categorical_crossentropy"
-
-def make():
-    return keras.Sequential([
-        keras.Input((4,)),
-        keras.layers.Dense(8, activity_regularizer="l2"),
-        keras.layers.BatchNormalization(),
-        keras.layers.Dense(3, "softmax"),
-    ])
-
-def use(model, optimizer="adam"):
-    model.compile(optimizer, CROSS_ENTROPY, metrics=["accuracy"])
-    model.fit(X, Y, verbose=0)
-    model.evaluate(X, Y, verbose=0)
-    model.predict(X, verbose=0)
-    model.save("model.keras")
-    return keras.saving.load_model("model.keras")
-
-def changed():
-    places = replaced_names.changed(before, owners)
-    return sorted(replaced_names.label(*place) for place in places)
-
-def check():
-    assert changed()
-    # A model with a policy leaves its rules' replacements until then.
-    tfmix.set_global_policy("float32")
-    assert not changed(), changed()
-
-# Once without tfmix: what Keras and Python set up at the first use.
-use(make(), keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()))
-keras.models.clone_model(make())
+# What Keras and Python set up at the first use.
+model = keras.Sequential([keras.layers.Dense(2)])
+model.compile("sgd", "mse", metrics=["mae"])
+model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
 owners = replaced_names.owners()
 before = replaced_names.snapshot(owners)
 assert len(before) > 10_000
 import tfmix
-from tfmix import callbacks
-# What the import replaces.
+
+def changed():
+    places = replaced_names.changed(before, owners)
+    return [replaced_names.label(*place) for place in places]
+
 assert all(name.endswith(".Trainer.compile") for name in changed()), changed()
-check()
-for name in ("O1", "mixed_bfloat16", "float16", "mixed_float16"):
-    tfmix.set_global_policy(name)
-    use(make())
-check()
-with tfmix.policy_scope("mixed_float16"):
-    model = make()
-    assert "keras.src.layers.layer.Layer.__init__" in changed()
-use(model)
-try:
-    with tfmix.policy_scope("O2"):
-        raise KeyError
-except KeyError:
-    pass
-check()
-model = make()
-use(model)
-report = tfmix.apply_policy(model, "mixed_float16")
-model.fit(X, Y, verbose=0)
-check()
-report.undo()
-model.fit(X, Y, verbose=0)
-use(tfmix.convert_model(model, "mixed_float16"))
-model, optimizer, report = tfmix.prepare(model, "adam")
-use(model, optimizer)
-check()
-tfmix.check(make(), X, Y, loss=CROSS_ENTROPY, policy="mixed_float16")
-model = make()
-use(model, tfmix.LossScaleOptimizer("adam"))
-tfmix.guard(model)
-with tfmix.policy_scope("mixed_float16"):
-    monitors = [callbacks.LossScaleMonitor(), callbacks.NumericsMonitor()]
-    model.fit(X, Y, verbose=0, callbacks=monitors)
-check()
+tfmix.set_global_policy("mixed_float16")
+assert "keras.src.layers.layer.Layer.__init__" in changed()
+tfmix.set_global_policy("float32")
+assert not changed(), changed()
 """
 
 
 @pytest.mark.slow
 def test_nothing_of_keras_differs_from_before_the_import(tmp_path):
-    done = processes.python("-c", USES, cwd=tmp_path)
+    done = processes.python("-c", IMPORTS, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]

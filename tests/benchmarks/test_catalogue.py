@@ -3,10 +3,8 @@
 import json
 import math
 import pathlib
-import re
 
 import pytest
-from absl import app
 
 from benchmarks import __main__ as runner
 from benchmarks import catalogue, page, results
@@ -45,15 +43,6 @@ def test_a_cell_shows_three_digits_and_no_more(value, text):
     assert page.cell(value) == text
 
 
-def test_a_spread_is_the_median_with_the_extremes():
-    assert results.spread([3.0, 1.0, 2.0, 10.0]) == {
-        "median": 2.5,
-        "low": 1.0,
-        "high": 10.0,
-        "runs": 4,
-    }
-
-
 def test_a_record_contains_its_command_and_versions():
     made = record(backend="jax")
     assert made["command"] == (
@@ -87,12 +76,6 @@ def test_each_quote_names_rows_of_its_record():
             assert {*quote.columns, *quote.where} <= set(table["rows"][0])
 
 
-def test_text_cannot_break_out_of_its_cell():
-    rows = [{"what": "a | b\nc <i>"}]
-    text = page.render([record(rows=rows)])
-    assert r"| a \| b c &lt;i> |" in text
-
-
 def test_a_result_is_kept_until_the_same_one_is_measured_again(tmp_path):
     results.save(record("overhead", "jax", date="the first day"), tmp_path)
     results.save(
@@ -104,17 +87,6 @@ def test_a_result_is_kept_until_the_same_one_is_measured_again(tmp_path):
     assert dates == {"the second day", "the third day", "the fourth day"}
     text = (tmp_path / "benchmarks.md").read_text(encoding="utf-8")
     assert "<small>the third ;" in text
-
-
-def test_publish_prints_a_table_or_json_and_saves_if_asked(tmp_path, capsys):
-    asked = results.flag_values()
-    results.parse(asked, [])
-    results.publish(record(), asked)
-    assert "bare" in capsys.readouterr().out
-    results.parse(asked, ["--json", f"--save={tmp_path}"])
-    results.publish(record(), asked)
-    assert json.loads(capsys.readouterr().out)["name"] == "gpu"
-    assert (tmp_path / "benchmarks" / "gpu-jax.json").exists()
 
 
 def test_each_benchmark_of_the_catalogue_is_a_module_that_runs_alone():
@@ -144,22 +116,6 @@ def test_each_module_that_runs_alone_is_in_the_catalogue_or_a_worker():
     assert runnable - workers == known
 
 
-def test_an_unknown_benchmark_is_refused_with_all_names():
-    message = "no benchmark 'nothing'. There are: gpu"
-    with pytest.raises(app.UsageError, match=message):
-        runner.main(["nothing"])
-    with pytest.raises(ValueError, match="no benchmark 'nothing'"):
-        catalogue.by_name("nothing")
-
-
-def test_only_the_backend_of_the_environment_runs(monkeypatch):
-    monkeypatch.delenv("KERAS_BACKEND", raising=False)
-    backends = [backend for backend, _ in catalogue.commands("overhead")]
-    assert backends == ["tensorflow", "jax"]
-    monkeypatch.setenv("KERAS_BACKEND", "jax")
-    assert catalogue.commands("overhead") == [("jax", {"KERAS_BACKEND": "jax"})]
-
-
 class Finished:
     """A process that has ended."""
 
@@ -186,26 +142,3 @@ def test_a_benchmark_that_fails_is_named_and_the_others_still_run(
 def test_the_page_in_the_guide_matches_the_records():
     text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     assert text == page.render(results.saved())
-
-
-def mentioned(path, names):
-    """Returns the names of our modules that a file mentions."""
-    words = set(re.findall(r"\w+", path.read_text(encoding="utf-8")))
-    return {name for name in names if name.rpartition(".")[2] in words}
-
-
-def test_every_file_feeds_a_table_of_the_page():
-    folder = pathlib.Path(catalogue.__file__).parent
-    files = {
-        ".".join(path.relative_to(folder).with_suffix("").parts): path
-        for path in folder.rglob("*.py")
-    }
-    todo = ["__main__", *(each.name for each in catalogue.BENCHMARKS)]
-    reached = set()
-    while todo:
-        name = todo.pop()
-        if name not in reached:
-            reached.add(name)
-            todo += mentioned(files[name], files)
-    packages = {"__init__", "fault_cases.__init__"}
-    assert set(files) - packages == reached - packages

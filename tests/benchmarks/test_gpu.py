@@ -3,26 +3,16 @@
 import json
 
 import keras
-import numpy as np
 import pytest
 from absl import flags
 
-import tfmix
-from benchmarks import answers, gpu, gpu_models, gpu_worker
-from tests import helpers, processes
+from benchmarks import answers, gpu
 
 LLAMA = ("llama", "tfmix", "mixed_bfloat16", "adam")
 ROW = {
     **{"title": "blocks", "first step, s": 9.0, "losses": [2.0, 1.0]},
     **{"ms": 2.0, "least ms": 1.0, "most ms": 3.0, "peak, GB": 5.0},
 }
-
-
-@pytest.fixture(autouse=True)
-def float32():
-    """Restores the policy, which rows set in their process: this one."""
-    yield
-    keras.config.set_dtype_policy("float32")
 
 
 @pytest.fixture
@@ -73,23 +63,6 @@ def test_a_run_continues_where_the_last_one_ended(ran, tmp_path, capsys):
     assert products["rows"][0]["8 rows"] == 1.5
 
 
-def test_without_a_gpu_only_rows_of_another_machine_are_saved(
-    ran, monkeypatch, tmp_path, capsys
-):
-    into, save = f"--into={tmp_path / 'rows.json'}", f"--save={tmp_path}"
-    with monkeypatch.context() as patch:
-        patch.setattr(gpu, "found_gpu", lambda: None)
-        assert gpu.main([into, save]) == 0
-    assert "No GPU" in capsys.readouterr().out
-    assert not list(tmp_path.iterdir())
-    assert gpu.main([into, "--models=llama"]) == 0
-    monkeypatch.setattr(gpu, "found_gpu", lambda: None)
-    assert gpu.main([into, save]) == 0
-    saved = tmp_path / "benchmarks" / "gpu-jax.json"
-    assert json.loads(saved.read_text())["machine"]["gpu"] == "A card"
-    assert "A card" in (tmp_path / "benchmarks.md").read_text("utf-8")
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -102,51 +75,6 @@ def test_without_a_gpu_only_rows_of_another_machine_are_saved(
 def test_wrong_arguments_are_refused(words, message):
     with pytest.raises(flags.Error, match=message):
         gpu.main(words)
-
-
-def test_the_command_needs_neither_keras_nor_a_backend():
-    code = "import sys, benchmarks.gpu; print(*sys.modules)"
-    done = processes.python("-c", code, check=True)
-    heavy = {"keras", "jax", "tensorflow", "tfmix", "sklearn", "matplotlib"}
-    assert not heavy & {*done.stdout.split()}
-
-
-@pytest.mark.parametrize("library", ["tfmix", "keras"])
-@pytest.mark.parametrize(
-    "precision", ["mixed_bfloat16", "mixed_float16", "mixed_float8"]
-)
-def test_each_precision_computes_in_its_dtype(library, precision):
-    made = gpu_worker.session(
-        "transformer", library, precision, "adam", tiny=True
-    )
-    model = made.model
-    dtype = precision.removeprefix("mixed_").replace("float8", "bfloat16")
-    dense = [one for one in model.layers if type(one).__name__ == "Dense"]
-    assert {layer.compute_dtype for layer in dense} == {dtype}
-    assert model.output.dtype == "float32"
-    assert str(model.trainable_variables[-1].dtype) == "float32"
-    if library == "tfmix":
-        is_float8 = tfmix.global_policy().is_float8
-    else:
-        is_float8 = "float8" in dense[0].dtype_policy.name
-    assert is_float8 is (precision == "mixed_float8")
-
-
-def test_unchecked_means_without_the_check():
-    checked, unchecked = (
-        gpu_worker.session(*LLAMA[:3], optimizer, tiny=True).model.optimizer
-        for optimizer in ("adam", gpu_worker.UNCHECKED)
-    )
-    assert isinstance(checked, keras.optimizers.LossScaleOptimizer)
-    assert not isinstance(unchecked, keras.optimizers.LossScaleOptimizer)
-
-
-@pytest.mark.parametrize("name", gpu.MODELS)
-def test_each_model_takes_its_batch(name):
-    task = gpu_models.task(name, tiny=True)
-    x, y = task.batch_of_all()
-    model = task.build(**task.sizes)
-    assert model.compute_output_shape(x.shape)[: y.ndim] == y.shape
 
 
 @pytest.mark.slow
@@ -162,36 +90,3 @@ def test_a_dry_run_trains_a_tiny_model(capsys, monkeypatch, tmp_path, model):
     asked = [job for job in gpu.JOBS if job[0] == model]
     assert len(record["tables"][0]["rows"]) == len(asked)
     assert len(record["tables"]) == (2 if backend == "jax" else 1)
-
-
-@pytest.mark.slow
-@helpers.requires_backend("jax")
-def test_steps_of_tensorflow_are_written_and_timed_by_jax(
-    capsys, monkeypatch, tmp_path
-):
-    monkeypatch.setenv("KERAS_BACKEND", "jax")
-    steps = [("tfmix", "mixed_float16")]
-    monkeypatch.setitem(gpu.gpu_tensorflow.STEPS, "transformer", steps)
-    words = [f"--into={tmp_path / 'rows.json'}", "--models=transformer"]
-    words += ["--part=tensorflow", "--dry_run", "--json"]
-    assert gpu.main(words) == 0
-    _, table = json.loads(capsys.readouterr().out)["tables"]
-    (row,) = table["rows"]
-    assert (row["library"], row["precision"]) == steps[0]
-    assert row["ms a step"]["low"] > 0
-    (path,) = (tmp_path / "tensorflow-steps").iterdir()
-    # A step overwrites weights: outputs take the place of inputs.
-    assert len(gpu.gpu_tensorflow.Program(path).aliases) > 3
-
-
-@pytest.mark.slow
-@helpers.requires_backend("jax")
-def test_the_handwritten_transformer_learns_and_has_as_many_weights():
-    from benchmarks import gpu_reference
-
-    session = gpu_reference.Session(tiny=True)
-    losses = [session.train(20) for _ in range(3)]
-    assert losses[-1] < losses[0]
-    assert np.isfinite(losses).all()
-    sizes = gpu_models.task("transformer", tiny=True).sizes
-    assert session.weights == gpu_models.transformer(**sizes).count_params()

@@ -99,15 +99,6 @@ def test_code_registered_with_keras_is_copied():
         assert value == pytest.approx(expected[name], rel=0.05)
 
 
-def test_unregistered_code_is_refused_with_advice():
-    with pytest.raises(TypeError) as caught:
-        convert.convert_model(own_parts(), "mixed_float16")
-    message = str(caught.value)
-    assert "own_activation" in message
-    assert "`@keras.saving.register_keras_serializable()` on cla" in message
-    assert "convert it in place: apply_policy(model, policy)" in message
-
-
 def test_rules_and_maps_find_nested_layers_of_a_copy_by_their_path():
     inner = keras.Sequential(
         [keras.Input((4,)), keras.layers.Dense(4, name="one")], name="inner"

@@ -17,17 +17,6 @@ Y = X[:, :1] * 0.5
 # Tracing would take longer than a few eager steps of such a small model. JAX
 # has to compile.
 EAGERLY = keras.backend.backend() == "tensorflow"
-OPTIMIZERS = {
-    "Adam": lambda: keras.optimizers.Adam(0.01),
-    "AdamW": lambda: keras.optimizers.AdamW(0.02, weight_decay=0.01),
-    "SGD": lambda: keras.optimizers.SGD(
-        keras.optimizers.schedules.CosineDecay(0.1, 50), momentum=0.9
-    ),
-    "Nadam": lambda: keras.optimizers.Nadam(0.01, use_ema=True),
-    "RMSprop": lambda: keras.optimizers.RMSprop(
-        0.01, gradient_accumulation_steps=2
-    ),
-}
 
 
 def small_model():
@@ -40,10 +29,12 @@ def small_model():
     )
 
 
-def compiled(optimizer="AdamW", model=None):
-    model = model or small_model()
-    if isinstance(optimizer, str):
-        optimizer = OPTIMIZERS[optimizer]()
+def adam():
+    return keras.optimizers.AdamW(0.02, weight_decay=0.01)
+
+
+def compiled(optimizer=None):
+    model, optimizer = small_model(), optimizer or adam()
     model.compile(optimizer, "mse", jit_compile=False, run_eagerly=EAGERLY)
     return model
 
@@ -165,9 +156,7 @@ def test_undoing_prepare_brings_the_first_optimizer_back():
     model = compiled()
     optimizer = model.optimizer
     losses(model)
-    _, given, report = convert.prepare(
-        model, OPTIMIZERS["AdamW"](), "mixed_float16"
-    )
+    _, given, report = convert.prepare(model, adam(), "mixed_float16")
     assert model.optimizer is given
     losses(model)
     report.undo()

@@ -21,10 +21,6 @@ assert len(SCRIPTS) == len(list(NOTEBOOKS["FOLDER"].glob("*.ipynb"))) == 4
 PNG = b"\x89PNG"
 
 
-def cells_of(script, name="start"):
-    return json.loads(NOTEBOOKS["notebook"](script, name))["cells"]
-
-
 def shown(value):
     """Returns a notebook's output for the value of a cell's last line."""
     if hasattr(value, "_repr_png_"):
@@ -84,31 +80,7 @@ def test_a_notebook_matches_its_script(script):
     assert len(set(names)) == len(names)
 
 
-def test_a_published_notebook_has_its_badge(monkeypatch):
-    place = NOTEBOOKS["cells"].__globals__
-    monkeypatch.setitem(place, "REPOSITORY", "owner/name")
-    text, *_ = cells_of(SCRIPTS[0].read_text("utf-8"), SCRIPTS[0].stem)
-    link = f"/owner/name/blob/main/examples/notebooks/{SCRIPTS[0].stem}.ipynb)"
-    assert "Open in Colab" in text["source"][2]
-    assert text["source"][2].strip().endswith(link)
-
-
-def test_outputs_are_what_a_cell_prints_and_what_its_last_line_returns():
-    made = NOTEBOOKS["notebook"]("# %%\nprint(1)\n\n# %%\n2 + 1\n", "one")
-    first, second = json.loads(NOTEBOOKS["with_outputs"](made))["cells"]
-    assert [one["text"] for one in first["outputs"]] == [["1\n"]]
-    assert second["outputs"][0]["data"] == {"text/plain": ["3"]}
-
-
-def test_a_cell_shows_what_its_last_line_returns():
-    names = {}
-    assert run_cell("x = 1\nx + 1", names, "cell") == "2"
-    assert run_cell("y = x", names, "cell") is None
-    assert run_cell("print(x)", names, "cell") is None
-    with pytest.raises(NameError, match="nowhere"):
-        run_cell("nowhere", names, "cell")
-
-
+@pytest.mark.slow
 def test_start():
     names, outputs = run("start")
     assert names["accuracy"] > 0.9

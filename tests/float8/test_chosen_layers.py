@@ -11,7 +11,6 @@ from keras import layers, ops
 import tfmix
 from tests import helpers
 from tfmix.float8 import chosen_layers, product
-from tfmix.ops import contraction
 
 datasets = pytest.importorskip("sklearn.datasets")
 ALL = ("Dense", "EinsumDense")
@@ -122,16 +121,14 @@ def test_the_choice_follows_times_on_a_gpu():
 
 @pytest.mark.costly
 @pytest.mark.parametrize(
-    ("rules", "chosen"),
+    ("rule", "chosen"),
     [
-        (["wide"], {"wide"}),
-        ([layers.Dense], {"embed", "wide", "back"}),
-        (["EinsumDense"], {"query", "key", "value", "attention_output"}),
-        ([".*attention/.*"], {"query", "key", "value", "attention_output"}),
+        ("wide", {"wide"}),
+        (".*attention/.*", {"query", "key", "value", "attention_output"}),
     ],
 )
-def test_layers_are_named_as_in_float32_layers(rules, chosen):
-    model = classifier(policy(*rules))
+def test_layers_are_named_as_in_float32_layers(rule, chosen):
+    model = classifier(policy(rule))
     run(model, digits()[0][:4])
     found = reasons(model)
     assert {name for name, why in found.items() if not why} == chosen
@@ -151,29 +148,6 @@ def test_a_chosen_layer_computes_the_product_its_bias_and_activation():
     other.set_weights(model.get_weights())
     assert not np.array_equal(run(other, x), found)
     np.testing.assert_allclose(run(other, x), found, atol=0.3)
-
-
-@pytest.mark.parametrize(
-    ("equation", "inputs", "kernel"),
-    [
-        ("abc,cd->abd", (2, 3, 16), (16, 32)),
-        ("abc,cde->abde", (2, 3, 16), (16, 4, 8)),
-        ("abcd,cde->abe", (2, 3, 4, 8), (4, 8, 16)),
-        ("abc,dc->dab", (2, 3, 16), (32, 16)),
-    ],
-)
-def test_an_einsum_that_is_one_product_keeps_its_axes(equation, inputs, kernel):
-    rng = np.random.default_rng(0)
-    # Small integers are exact in float8.
-    x = rng.integers(-8, 9, inputs).astype("float32")
-    w = rng.integers(-8, 9, kernel).astype("float32")
-    shapes = x.shape, w.shape
-    axes = contraction.of_op("einsum", [equation], {}, shapes, weight_at=1)
-    found = product.contracted(
-        ops.cast(x, "bfloat16"), ops.convert_to_tensor(w), axes
-    )
-    wanted = ops.cast(np.einsum(equation, x, w), "bfloat16")
-    helpers.assert_same_bits(found, wanted)
 
 
 @pytest.mark.slow
@@ -203,14 +177,6 @@ def test_a_conversion_chooses_layers_and_undo_forgets_them():
     assert not np.array_equal(run(model, x), before)
     report.undo()
     np.testing.assert_array_equal(run(model, x), before)
-    assert reasons(model) == {}
-
-
-def test_a_copy_is_converted_as_well():
-    model = classifier("float32")
-    copy = tfmix.convert_model(model, policy())
-    run(copy, digits()[0][:4])
-    assert reasons(copy)["wide"] == ""
     assert reasons(model) == {}
 
 
@@ -300,4 +266,3 @@ def test_a_float8_policy_equals_no_other():
     assert made != policy()
     assert repr(made) == "Policy('mixed_float8')"
     assert eval(repr(policy()), {"Policy": tfmix.Policy}) == policy()
-    assert tfmix.Policy.from_config(policy().get_config()) == policy()

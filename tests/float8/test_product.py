@@ -57,7 +57,8 @@ def numbers(rng, shape, size=1.0):
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("mode", steps.MODES)
+# Op by op, JAX compiles for four seconds.
+@pytest.mark.parametrize("mode", [*steps.MODES[1:], steps.MODES[0]])
 @pytest.mark.parametrize("size", [1.0, 1e-9, 1e28])
 @pytest.mark.parametrize("transposed", FLIPPED)
 def test_the_product_and_its_gradients_are_bit_exact(mode, size, transposed):

@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import importlib
 import types
 import weakref
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 
 import tfmix
-from tests import helpers, loops
+from tests import helpers, loops, steps
 
 ON_JAX = keras.backend.backend() == "jax"
 X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
@@ -199,30 +198,6 @@ def test_bad_data_does_not_move_the_place(where, bad):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.costly
-def test_a_model_whose_layers_fell_back_is_one_of_float32():
-    class Tiny(keras.layers.Layer):
-        def build(self, shape):
-            self.weight = self.add_weight(shape=(shape[-1],))
-
-        def call(self, x):
-            if "float32" not in str(x.dtype):
-                raise TypeError("16 bit")
-            return x * self.weight
-
-    tiny = Tiny()
-    model = keras.Sequential([keras.Input((4,)), tiny])
-    model(X)
-    assert tiny.compute_dtype == "float32"
-    model.compile(keras.optimizers.SGD(1e10), lambda y, p: (p - y) * 1e-12)
-    before = model.get_weights()[0]
-    model.fit(X, 0 * X, verbose=0)
-    moved = model.get_weights()[0] - before
-    exact = -X.mean(0) / 4 * 1e-2
-    np.testing.assert_allclose(moved, exact, rtol=0.1)
-    assert type(model.optimizer) is keras.optimizers.SGD
-
-
 def fitted(model):
     model.compile("sgd", "mse")
     model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
@@ -334,20 +309,15 @@ class Codes(keras.Model):
 
 
 @pytest.mark.parametrize("has_weights", [True, False])
-@pytest.mark.parametrize("run", ["__call__", "predict", "compiled"])
-def test_a_model_without_any_float_outside_it_runs(run, has_weights):
-    if keras.backend.backend() == "jax" and not has_weights:
+def test_a_model_without_any_float_outside_it_runs(has_weights):
+    if ON_JAX and not has_weights:
         pytest.skip("IntegerLookup under JAX runs outside of compiled code")
     ids = np.array([[5, 7, 9]])
     model = Codes(has_weights)
     expected = np.asarray(model(ids))
-    if run == "compiled":
-        compile_it = importlib.import_module(keras.backend.backend())
-        compile_it = getattr(compile_it, "jit", None) or compile_it.function
-        found = compile_it(model)(keras.ops.convert_to_tensor(ids))
-    else:
-        found = getattr(model, run)(ids)
-    np.testing.assert_array_equal(np.asarray(found), expected)
+    run = steps.compiled(model, steps.MODES[1])
+    for found in (run(keras.ops.convert_to_tensor(ids)), model.predict(ids)):
+        np.testing.assert_array_equal(np.asarray(found), expected)
 
 
 class Remembers(keras.layers.Layer):
@@ -386,48 +356,3 @@ def test_gradients_reach_what_an_earlier_call_left_in_a_container(container):
         slopes("float32"), slopes("mixed_float16"), strict=True
     ):
         np.testing.assert_allclose(found, right, rtol=0.01, atol=0.02)
-
-
-class Counts(keras.layers.Layer):
-    """Counts how often its code runs."""
-
-    def __init__(self):
-        super().__init__()
-        self.runs = 0
-
-    def call(self, x):
-        self.runs += 1
-        return keras.ops.tanh(x)
-
-
-def slope_of_slopes(model):
-    """Takes a gradient of a gradient by the inputs."""
-    if ON_JAX:
-        import jax
-
-        def squares(x):
-            slope = jax.grad(lambda x: keras.ops.sum(model(x) ** 2))(x)
-            return keras.ops.sum(slope**2)
-
-        return jax.grad(squares)(keras.ops.convert_to_tensor(X))
-    import tensorflow as tf
-
-    x = tf.constant(X)
-    with tf.GradientTape() as outer:
-        outer.watch(x)
-        with tf.GradientTape() as inner:
-            inner.watch(x)
-            found = tf.reduce_sum(model(x, training=True) ** 2)
-        slope = inner.gradient(found, x)
-        size = tf.reduce_sum(slope**2)
-    return outer.gradient(size, x)
-
-
-def test_a_gradient_of_a_gradient_runs_the_model_once():
-    model, counts = dense(8), Counts()
-    model.add(counts)
-    model.add(keras.layers.Dense(1))
-    model(X)
-    before = counts.runs
-    assert np.isfinite(slope_of_slopes(model)).all()
-    assert counts.runs == before + 1

@@ -184,6 +184,7 @@ class OwnLoss(keras.Model):
         return self.of_pixels(ops.square(self.conv(x) - x))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "of_pixels",
     [lambda x: ops.mean(x, (1, 2, 3)), ops.mean],

@@ -122,23 +122,7 @@ def gradients_by_loop(model, mode, loss):
     return loops.gradients(lambda: loss(model), weights, mode)
 
 
-def by_fit(model, mode):
-    """Returns how far one step of gradient descent moves each weight."""
-    before = model.get_weights()
-    model.compile(
-        keras.optimizers.SGD(1.0),
-        "mse",
-        run_eagerly=mode == "eager",
-        jit_compile=mode in ("xla", "jit"),
-    )
-    model.fit(X, Y, batch_size=64, verbose=0)
-    pairs = zip(before, model.get_weights(), strict=True)
-    return [a - b for a, b in pairs]
-
-
-def found_by(model, run, mode, loss=lambda call: error(call(X))):
-    if run == "fit":
-        return by_fit(model, mode)
+def found_by(model, mode, loss=lambda call: error(call(X))):
     found = gradients_by_loop(model, mode, loss)
     return [ops.convert_to_numpy(x) for x in found if x is not None]
 
@@ -153,17 +137,15 @@ def assert_close(right, found, within):
 
 @pytest.mark.parametrize("policy", WITHIN)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("run", ["loop", "fit"])
 @pytest.mark.parametrize("decorated", DECORATED)
 @pytest.mark.parametrize("name", GRADIENTS)
-def test_weights_in_front_move_as_in_float32(
-    name, decorated, run, mode, policy
+def test_weights_in_front_have_the_gradients_of_float32(
+    name, decorated, mode, policy
 ):
     forward = ops.round if name == "straight_through" else ops.copy
     function = decorated(forward, GRADIENTS[name])
     right, found = (
-        found_by(network(each, function), run, mode)
-        for each in ("float32", policy)
+        found_by(network(each, function), mode) for each in ("float32", policy)
     )
     # A number between two results may round to the other one.
     is_step = name in ("sign", "straight_through")
@@ -282,28 +264,6 @@ def in_a_loop(layer, x):
     return ops.fori_loop(0, 2, lambda _, x: clipped(x), x)
 
 
-def each_row(layer, x):
-    return ops.vectorized_map(clipped, x)
-
-
-def step(x, _):
-    return clipped(ops.tanh(x)), None
-
-
-def in_a_scan(layer, x):
-    """Scans a function of the module, whose trace JAX keeps."""
-    return jax.lax.scan(step, x, None, length=2)[0]
-
-
-@functools.cache
-def compiled_once():
-    return jax.jit(clipped)
-
-
-def in_a_jit(layer, x):
-    return compiled_once()(x)
-
-
 def with_a_weight_inside(layer, x):
     """Returns the gradient of a variable that the function reads."""
 
@@ -328,7 +288,7 @@ def in_a_tape(layer, x):
 
 
 # JAX traces these apart from the model, where no power is known.
-APART = [recomputed, in_a_branch, in_a_loop, each_row, in_a_jit, in_a_scan]
+APART = [recomputed, in_a_branch, in_a_loop]
 # A quick run has each way under at least one backend.
 OFTEN_BY_JAX = [of_two_results, with_keywords]
 OFTEN_BY_TENSORFLOW = [two_in_a_row, of_a_weight, of_a_pair]
@@ -360,7 +320,7 @@ def test_each_way_to_call_such_a_function_is_right(way, mode):
     if mode == "xla" and way is in_a_loop:
         pytest.skip("XLA cannot differentiate this loop in float32 either")
     right, *found = (
-        found_by(composed(policy, way), "loop", mode)
+        found_by(composed(policy, way), mode)
         # The second time, JAX has traced inner functions before.
         for policy in ("float32", "mixed_float16", "mixed_float16")
     )
@@ -407,7 +367,7 @@ def test_a_penalty_on_its_gradient_is_right(decorated, factor, mode):
 
     right, found = (
         # Nothing reaches the last bias.
-        found_by(network(policy, function), "loop", mode, loss)[:-1]
+        found_by(network(policy, function), mode, loss)[:-1]
         for policy in ("float32", "mixed_float16")
     )
     assert_close(right, found, 0.02)

@@ -55,25 +55,6 @@ def test_a_test_with_a_reason_is_known():
     assert not found.stale
 
 
-@pytest.mark.parametrize(
-    ("tfmix", "is_stale"),
-    [({TEST: PASSED}, True), ({TEST: FAILED}, False), ({}, False)],
-    ids=["passes", "fails under both", "does not run"],
-)
-def test_a_reason_is_stale_if_its_test_passes(tfmix, is_stale):
-    found = comparison.compare(tfmix, tfmix, {"*_a": "why"})
-    assert found.stale == (["*_a"] if is_stale else [])
-
-
-def test_a_failure_in_the_teardown_overrules_a_pass():
-    lines = [
-        {"test": TEST, "outcome": "passed", "message": ""},
-        {"test": TEST, "outcome": "failed", "message": FAILED.message},
-    ]
-    assert comparison.results(lines) == {TEST: FAILED}
-    assert comparison.results(lines[::-1]) == {TEST: FAILED}
-
-
 def test_every_reason_is_a_sentence():
     assert known.REASONS
     for name, reason in known.REASONS.items():

@@ -53,21 +53,6 @@ def test_good_steps_equal_the_unwrapped_optimizer_and_bad_ones_nothing(
     assert int(wrapped.iterations) == 3
 
 
-@pytest.mark.parametrize("mode", steps.MODES)
-@pytest.mark.parametrize("stored", [0.0, math.inf, math.nan, 1e-44])
-def test_a_damaged_scale_heals_without_touching_the_weights(stored, mode):
-    wrapped, ours = Wrapped("sgd"), steps.variables()
-    step = steps.stepper(wrapped, ours, mode)
-    wrapped.dynamic_scale.assign(stored)
-    scale = wrapped.loss_scale
-    assert 1.0 <= scale <= 2.0**24
-    bare, plain = keras.optimizers.SGD(), steps.variables()
-    steps.stepper(bare, plain, mode)(steps.gradients(0))
-    step(scaled(steps.gradients(0), scale))
-    for expected, actual in zip(plain, ours, strict=True):
-        helpers.assert_close(actual, expected, "float32")
-
-
 @pytest.mark.every_case("each row is an argument of its own, and fast")
 @pytest.mark.parametrize(
     ("settings", "dtype", "gradient", "moved"),
@@ -115,19 +100,6 @@ def test_overflows_are_counted_per_variable_and_blamed_nearest_the_output():
     assert message.index("kernel: not finite in 5") < message.index("bias")
     assert "global_clipnorm" in message
     assert ("StatelessScope" in message) == helpers.ON_JAX
-
-
-def test_health_fails_at_the_floor_before_the_count_is_reached():
-    wrapped = Wrapped("sgd", initial_scale=2.0)
-    step = steps.stepper(wrapped, steps.variables(), steps.MODES[1])
-    bad = scaled(steps.gradients(0), np.inf)
-    wrapped.check_health()
-    step(bad)
-    # One bad batch is not a standstill.
-    wrapped.check_health()
-    step(bad)
-    with pytest.raises(errors.LossScaleError, match="reached its floor, 1"):
-        wrapped.check_health()
 
 
 @pytest.mark.parametrize("mode", steps.MODES)
@@ -244,7 +216,7 @@ WRONG_VALUES = [
     ((), {"colour": 1}, "colour"),
 ]
 WRONG_TYPES = [
-    ((keras.optimizers.Adam,), {}, r"Write Adam\(\)"),
+    ((keras.optimizers.Adam,), {}, r"such as keras.optimizers.Adam\(\)"),
     ((3,), {}, "inner_optimizer=3"),
     (("sgd", "x"), {}, "initial_scale='x'"),
     (("sgd", None, 2.5), {}, "dynamic_growth_steps=2.5"),
@@ -279,7 +251,7 @@ def test_apply_refuses_what_it_cannot_place():
     wrapped.build(ours)
     with pytest.raises(ValueError, match="2 gradients for 1"):
         wrapped.apply(grads, ours[:1])
-    with pytest.raises(ValueError, match="all are None"):
+    with pytest.raises(ValueError, match="(?i)no gradients provided"):
         wrapped.apply([None, None], ours)
     with pytest.raises(ValueError, match="Unknown variable"):
         wrapped.apply(grads, steps.variables())

@@ -1,7 +1,6 @@
 """Saved state is restored exactly, or refused."""
 
 import copy
-import warnings
 
 import keras
 import numpy as np
@@ -122,32 +121,6 @@ def test_weights_can_be_loaded_where_there_is_no_state_to_restore(
     target.load_weights(tmp_path / "bare.weights.h5")
     assert "and the file 0" in said[-1]
     assert_equal_state(target.optimizer, source.optimizer)
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("frozen_first", [False, True])
-@pytest.mark.parametrize("name", ["mixed_float16", "bfloat16"])
-def test_a_model_loads_after_other_layers_became_trainable(
-    name, frozen_first, tmp_path, said
-):
-    with tfmix.policy_scope(name):
-        model = keras.Sequential(
-            [keras.Input((2,)), keras.layers.Dense(2), keras.layers.Dense(1)]
-        )
-        model.layers[0].trainable = not frozen_first
-        model.compile("adam", "mse")
-        x, y = np.ones((4, 2)), np.ones((4, 1))
-        model.fit(x, y, verbose=0)
-        model.layers[0].trainable = frozen_first
-        model.save(tmp_path / "model.keras")
-        with warnings.catch_warnings():
-            # Keras gives the same warning for the optimizers inside.
-            warnings.simplefilter("ignore")
-            loaded = keras.models.load_model(tmp_path / "model.keras")
-    assert any("trainable variables" in text for text in said)
-    for ours, theirs in zip(loaded.weights, model.weights, strict=True):
-        helpers.assert_same_bits(ours, theirs)
-    loaded.fit(x, y, verbose=0)
 
 
 INNER = {

@@ -9,73 +9,6 @@ import tfmix
 from tests import helpers, steps
 from tests.ops import against_float32
 
-
-class AsStored(layers.Layer):
-    """Reads its weight in float32 beside 16-bit inputs."""
-
-    def __init__(self, term, **kwargs):
-        super().__init__(**kwargs)
-        self.term = term
-
-    def build(self, shape):
-        self.w = self.add_weight(
-            shape=(shape[-1],), initializer="ones", autocast=False
-        )
-
-    def call(self, x):
-        return self.term(x, self.w)
-
-
-@pytest.mark.parametrize("mode", steps.MODES)
-@pytest.mark.parametrize(
-    "term",
-    [lambda x, w: x + w, lambda x, w: x - w, lambda x, w: w * x],
-)
-def test_an_operator_promotes_16_bit_beside_float32_as_keras_ops_do(
-    term, mode, caplog
-):
-    x = ops.convert_to_tensor(np.float32([[0.5, 2.0]]))
-    tfmix.set_global_policy("mixed_float16")
-    layer = AsStored(term)
-    layer.build((1, 2))
-    found = steps.compiled(lambda x: layer(x), mode)(x)
-    assert helpers.dtype_of(found) == "float32"
-    expected = term(np.float32([[0.5, 2.0]]), np.ones(2, "float32"))
-    np.testing.assert_array_equal(found, expected)
-    assert "computes in float32" not in caplog.text
-
-
-COMPARED = [
-    lambda x, y: x < y,
-    lambda x, y: x <= y,
-    lambda x, y: x > y,
-    lambda x, y: x >= y,
-    lambda x, y: x == y,
-    lambda x, y: x != y,
-]
-
-
-@pytest.mark.parametrize("mode", steps.MODES)
-@pytest.mark.parametrize("compare", COMPARED)
-def test_a_comparison_is_that_of_the_numbers_as_they_came(
-    compare, mode, caplog
-):
-    x = np.float32([[0.5, 2049.0, 3.0]])
-    y = np.float32([0.5, 2048.0, 4.0])
-    tfmix.set_global_policy("mixed_float16")
-
-    class Compares(keras.layers.Layer):
-        def call(self, x):
-            # 2049 is 2048 in float16; beside float32 the dtypes differ, too.
-            return compare(x, 2048.0), compare(x * 1, ops.convert_to_tensor(y))
-
-    layer = Compares()
-    found = steps.compiled(lambda x: layer(x), mode)(ops.convert_to_tensor(x))
-    np.testing.assert_array_equal(found[0], compare(x, np.float32(2048.0)))
-    np.testing.assert_array_equal(found[1], compare(x, y))
-    assert "computes in float32" not in caplog.text
-
-
 RNG = np.random.default_rng(0)
 ROWS = RNG.uniform(3, 6, (20_000, 4)).astype("float32")
 GAINS = RNG.uniform(0.5, 2, 4).astype("float32")
@@ -85,14 +18,9 @@ ZEROS = np.zeros(20_000, "int32")
 
 SHARED = {
     "a function of it": lambda x, w: x * ops.exp(w),
-    "a slice": lambda x, w: x * w[None],
-    "a denominator": lambda x, w: x / (1 + w),
-    "chosen": lambda x, w: ops.where(w > 1, x * w, x),
     "a bound": lambda x, w: ops.minimum(x, w),
-    "without a row": lambda x, w: ops.hypot(x, w),
     "times an input": lambda x, w: x * (w * ops.mean(x)),
     "plus an input": lambda x, w: x + (w + ops.mean(x, 0)),
-    "times a constant": lambda x, w: x * (w * ops.ones((4,), x.dtype)),
     "taken": lambda x, w: x * ops.take(w, [0, 1, 1, 0]),
     "taken often": lambda x, w: x * ops.take(w[None], ZEROS, axis=0),
     "in three factors": lambda x, w: ops.einsum("ni,i,i->n", x, w, w),
@@ -240,10 +168,6 @@ def test_a_layer_of_an_unknown_batch_stays_in_16_bit(name, caplog):
 
 WITHOUT_KERNELS = {
     "rfft": lambda t: ops.rfft(t)[0],
-    "fft": lambda t: ops.fft((t, t))[0],
-    "stft": lambda t: ops.stft(t, 4, 2, 4)[0],
-    "irfft": lambda t: ops.irfft((t, t)),
-    "fft2": lambda t: ops.fft2((t, t))[0],
     "lu": lambda t: ops.lu_factor(t)[0],
     "erfinv": lambda t: ops.erfinv(t / 100),
     "cholesky": lambda t: ops.cholesky(t * 0 + ops.eye(8)),

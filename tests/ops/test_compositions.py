@@ -2,13 +2,9 @@
 
 `test_every_op` asks each op alone. Here a generator makes chains of three ops,
 which begin with slices, casts and functions of a weight, or contain loops.
-
-`python -m tests.ops.test_compositions 1000` counts how many of so many programs
-are wrong, in both formats.
 """
 
 import random
-import sys
 
 import numpy as np
 import pytest
@@ -197,25 +193,3 @@ def test_a_compiled_program_gives_what_float32_gives(seed, mode):
     if mode == "xla" and program(seed)[1].rpartition(", ")[2] in LOOPS:
         pytest.skip("Keras's TensorFlow loops have no gradient under XLA")
     check(seed, "mixed_float16", mode)
-
-
-def main(count):
-    """Prints the programs that are wrong, and counts them."""
-    wrong = asked = 0
-    for seed in range(count):
-        for policy, within in WITHIN.items():
-            try:
-                found = errors(seed, policy)
-            except Exception as error:
-                found = [np.inf]
-                print(repr(error)[:200])
-            asked += bool(found)
-            if max(found, default=0) > within:
-                wrong += 1
-                far = [f"{one:.3g}" for one in found]
-                print(seed, policy, program(seed)[1], far, flush=True)
-    print(f"{wrong} of {asked} are wrong")
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

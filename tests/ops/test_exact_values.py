@@ -31,6 +31,7 @@ FUNCTIONS = {
     "a bucket": (lambda x: x % 97, IDS),
     "a digit": (lambda x: x // 100, IDS),
     "even": (lambda x: ops.cast(ops.equal(x, 2048), "float32"), IDS),
+    "above": (lambda x: ops.cast(x > 2048.0, "float32"), IDS),
     "floor": (lambda x: ops.floor(x), IDS + 0.5),
     "a difference": (lambda x: x - 300, IDS),
     "a neighbour": (lambda x: x - ops.flip(x, 0), IDS),

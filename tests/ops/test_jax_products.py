@@ -16,55 +16,6 @@ def normal(*shape):
 
 
 @helpers.requires_backend("jax")
-def test_products_have_every_derivative():
-    import jax
-    from jax import numpy as jnp
-
-    from tfmix.ops import contraction, jax_products
-
-    shapes = (2, 3, 4), (5, 4, 3)
-    axes = contraction.of_op("einsum", ["abc,dcb->ad"], {}, shapes, 1)
-    x = jnp.asarray(normal(2, 3, 4), "float16")
-    w = jnp.asarray(normal(5, 4, 3))
-
-    def exact(x, w):
-        return jnp.einsum("abc,dcb->ad", x, w)
-
-    def product(x, w):
-        return jax_products.contracted(exact, x, w, None, axes)
-
-    def loss(function):
-        return lambda x, w: jnp.sum(jnp.sin(function(x, w).astype("float32")))
-
-    def close(found, right):
-        error = np.linalg.norm(np.ravel(found - right))
-        assert error < 0.004 * np.linalg.norm(np.ravel(right))
-
-    wide = x.astype("float32")
-    mine, right = loss(product), loss(exact)
-    gradient, expected = (jax.jit(jax.grad(one, 1)) for one in (mine, right))
-    close(gradient(x, w), expected(wide, w))
-    hessians = (jax.jit(jax.hessian(one, 1)) for one in (mine, right))
-    close(*(one(of, w) for one, of in zip(hessians, (x, wide), strict=True)))
-    mixed = (jax.jit(jax.jacrev(jax.grad(one), 1)) for one in (mine, right))
-    close(*(one(of, w) for one, of in zip(mixed, (x, wide), strict=True)))
-    _, push = jax.linearize(lambda w: mine(x, w), w)
-    close(push(w), jax.jvp(lambda w: right(wide, w), (w,), (w,))[1])
-    xs, ws = jnp.stack([x, 2 * x]), jnp.stack([w, 3 * w], axis=2)
-    for places in ((0, 2), (None, 2), (0, None)):
-        given = [
-            one if place is None else many
-            for place, one, many in zip(places, (x, w), (xs, ws), strict=True)
-        ]
-        close(
-            jax.vmap(gradient, places)(*given),
-            jax.vmap(expected, places)(given[0].astype("float32"), given[1]),
-        )
-    rematerialised = jax.checkpoint(mine)
-    close(jax.jit(jax.grad(rematerialised, 1))(x, w), expected(wide, w))
-
-
-@helpers.requires_backend("jax")
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_a_weight_that_is_read_before_a_loop_sums_its_steps_in_float32(policy):
     import jax

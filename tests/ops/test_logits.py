@@ -46,12 +46,6 @@ def subclassed():
     return model
 
 
-def nested():
-    inputs = keras.Input((1,))
-    head = keras.Sequential([keras.Input((2,)), layers.Softmax()])
-    return keras.Model(inputs, head(dense()(inputs)))
-
-
 def two_results():
     inputs = keras.Input((1,))
     logits = dense()(inputs)
@@ -69,19 +63,14 @@ def wide_softmax():
 
 HEADS = {
     "float32_output": float32_output,
-    "Activation in float32": lambda: chain(
-        dense(), layers.Activation("softmax", dtype="float32")
-    ),
     "Softmax in float32": wide_softmax,
     "Activation": lambda: chain(dense(), layers.Activation("softmax")),
-    "Softmax": lambda: chain(dense(), layers.Softmax()),
     "Dense": lambda: chain(dense(activation="softmax")),
     "Dense in float32": lambda: chain(
         dense(activation="softmax", dtype="float32")
     ),
     "op": op,
     "subclassed": subclassed,
-    "nested": nested,
 }
 
 

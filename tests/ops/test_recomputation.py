@@ -133,16 +133,6 @@ def test_a_layer_that_recomputes_trains_as_in_float32(function, mode, policy):
     check_as_in_float32(own(function), mode, policy)
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("mode", steps.MODES)
-def test_a_model_with_its_policy_trains_as_in_float32(mode):
-    make = own(by_an_op_under_a_rule)
-    exact = losses(model_of(make), mode)
-    with tfmix.policy_scope("mixed_float16"):
-        model = model_of(make)
-    np.testing.assert_allclose(losses(model, mode), exact, rtol=0.005)
-
-
 @pytest.mark.skipif(
     keras.backend.backend() == "jax",
     reason="JAX traces the gradient with the call",

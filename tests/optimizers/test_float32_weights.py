@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from keras import ops
 
-import tfmix
 from tests import helpers
 from tests.optimizers import sixteen_bit
 from tfmix.optimizers import float32_weights
@@ -58,21 +57,6 @@ def test_float32_weights_go_in_and_come_out_without_loss(tmp_path):
     float32_weights.load_float32(model, longer)
     (got, *_) = float32_weights.export_float32(model)
     np.testing.assert_array_equal(got, longer[0])
-
-
-@pytest.mark.skipif(
-    keras.backend.backend() != "tensorflow",
-    reason="JAX has no variables of its own",
-)
-def test_float32_weights_come_out_under_a_sixteen_bit_policy():
-    model = compiled("masters")
-    model.optimizer.build(model.trainable_variables)
-    wanted = float32_weights.export_float32(model)
-    tfmix.set_global_policy("bfloat16")
-    for got, want in zip(
-        float32_weights.export_float32(model), wanted, strict=True
-    ):
-        np.testing.assert_array_equal(got, want)
 
 
 def test_float32_weights_that_do_not_fit_change_nothing():

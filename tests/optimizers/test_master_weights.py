@@ -104,22 +104,6 @@ def test_variables_that_are_not_16_bit_have_no_masters():
     np.testing.assert_array_equal(ops.convert_to_numpy(wide), [0.5] * 3)
 
 
-def test_float16_adam_keeps_epsilon_beta_and_state():
-    weight = keras.Variable(np.full(3, 0.25), dtype="float16", name="w")
-    adam = keras.optimizers.Adam(0.001, beta_2=0.9999, epsilon=1e-8)
-    optimizer = Masters(adam)
-    optimizer.build([weight])
-    adam.iterations.assign(70_000)
-    optimizer.apply([np.array([300.0, 1e-6, 0.0], "float16")], [weight])
-    slots = [v for v in optimizer.variables if "float" in str(v.dtype)]
-    assert {str(v.dtype) for v in slots} == {"float32"}
-    assert all(np.isfinite(ops.convert_to_numpy(v)).all() for v in slots)
-    value = ops.convert_to_numpy(weight).astype("float32")
-    assert np.isfinite(value).all()
-    assert abs(value - 0.25).max() < 0.02
-    assert value[2] == 0.25
-
-
 @pytest.mark.costly
 @pytest.mark.parametrize(
     "settings",

@@ -43,17 +43,6 @@ def test_successive_steps_are_more_even_than_random_numbers():
     assert gaps.min() > 0.005
 
 
-@pytest.mark.costly
-def test_sums_of_rounded_numbers_drift_by_one_rounding():
-    # Each step adds 0.01 to stored numbers, which are rounded to integers.
-    stored = np.zeros(1000)
-    for step in range(400):
-        drawn = numbers(step=step, shape=stored.shape)
-        stored = np.floor(stored + 0.01 + drawn)
-    # With independent numbers, the sums would drift by the root of 4, by 2.
-    assert np.abs(stored - 4).max() <= 1
-
-
 def test_noise_is_the_same_in_a_compiled_function():
     expected = numbers(shape=(5, 7), step=9)
 

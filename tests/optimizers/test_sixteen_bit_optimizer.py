@@ -100,19 +100,6 @@ def test_the_config_holds_every_setting(optimizer):
     assert again.get_config() == optimizer.get_config()
 
 
-def test_settings_read_and_set_through_two_wrappers():
-    adam = keras.optimizers.Adam(0.5, beta_1=0.75)
-    optimizer = tfmix.LossScaleOptimizer(Masters(adam))
-    assert optimizer.beta_1 == 0.75
-    optimizer.beta_1, optimizer.weight_decay = 0.5, 0.25
-    assert (adam.beta_1, adam.weight_decay) == (0.5, 0.25)
-    optimizer.learning_rate = 0.125
-    assert float(adam.learning_rate) == 0.125
-    assert optimizer.inner_optimizer.weight_decay == 0.25
-    with pytest.raises(AttributeError, match="no_such"):
-        _ = optimizer.no_such_thing
-
-
 @TENSORFLOW
 @EACH_WAY
 def test_repeated_rows_of_a_sparse_gradient_are_summed_in_float32(way):
@@ -199,46 +186,6 @@ def test_a_run_continues_from_a_checkpoint_bit_for_bit(way, is_built, tmp_path):
         sixteen_bit.run(each, variables, gradients[2:])
     ours, theirs = (bits_of(v + o.variables) for v, o in states)
     assert ours == theirs
-
-
-@pytest.mark.costly
-@TENSORFLOW
-@pytest.mark.parametrize(
-    ("way", "scaled"),
-    helpers.quick_are(
-        {("masters", False), ("stochastic", True)},
-        [
-            ("masters", False),
-            ("stochastic", True),
-            ("masters", True),
-            ("low memory", False),
-        ],
-    ),
-)
-def test_replicas_stay_alike_and_learn(way, scaled):
-    keras.utils.set_random_seed(1)
-    random = np.random.default_rng(0)
-    x = random.normal(size=(64, 8)).astype("float32")
-    y = x @ random.normal(size=(8, 1)).astype("float32")
-    policy = "bfloat16" if way in WAYS else "float32"
-    strategy = helpers.mirrored_strategy()
-    settings = {"use_ema": True, "ema_overwrite_frequency": 3}
-    with strategy.scope(), tfmix.policy_scope(policy):
-        layers = [keras.layers.Dense(16, "tanh"), keras.layers.Dense(1)]
-        model = keras.Sequential([keras.Input((8,)), *layers])
-        sgd = keras.optimizers.SGD(
-            0.125, gradient_accumulation_steps=2, **settings
-        )
-        optimizer = sixteen_bit.STATES[way](sgd)
-        if scaled:
-            optimizer = tfmix.LossScaleOptimizer(optimizer, 4.0)
-        model.compile(optimizer, loss="mse", jit_compile=False)
-    before = model.evaluate(x, y, verbose=0)
-    model.fit(x, y, batch_size=32, epochs=4, verbose=0, shuffle=False)
-    assert model.evaluate(x, y, verbose=0) < 0.5 * before
-    for variable in [*model.variables, *model.optimizer.variables]:
-        copies = strategy.experimental_local_results(variable.value)
-        assert len({str(bits_of([copy])) for copy in copies}) == 1
 
 
 @TENSORFLOW

@@ -1,13 +1,12 @@
 """Laws that hold after each step, and functions that inspect a model."""
 
 import functools
-import inspect
-import sys
 
 import keras
 
 import tfmix
 from tests import helpers
+from tests.autocast import replaced_names
 from tests.orders.models import make_model
 from tests.orders.order import FROZEN
 
@@ -88,30 +87,14 @@ def same_state(before, after, what):
 @functools.cache
 def keras_before():
     """Records each attribute of each module and class of Keras."""
-    owners = {}
-    for name, module in list(sys.modules.items()):
-        if name.split(".")[0] != "keras" or module is None:
-            continue
-        owners[name] = module
-        for value in vars(module).values():
-            if inspect.isclass(value) and value.__module__.startswith("keras."):
-                owners[f"{value.__module__}.{value.__qualname__}"] = value
-    return [
-        (f"{owner}.{name}", found, name, value)
-        for owner, found in owners.items()
-        for name, value in list(vars(found).items())
-        if callable(value) or isinstance(value, property | classmethod)
-    ]
-
-
-_MISSING = object()
+    owners = replaced_names.owners()
+    return owners, replaced_names.snapshot(owners)
 
 
 def replaced():
     """Returns whether Keras is unchanged, and the changed attributes."""
-    different = [
-        label
-        for label, owner, name, value in keras_before()
-        if vars(owner).get(name, _MISSING) is not value
-    ]
+    owners, before = keras_before()
+    changed = replaced_names.changed(before, owners)
+    # Keras sets some at its first use.
+    different = [replaced_names.label(*at) for at in changed if at in before]
     return not different, f"still replaced in Keras: {different[:4]}"

@@ -2,25 +2,28 @@
 
 import contextlib
 import pathlib
+import tempfile
+import warnings
+from unittest import mock
 
 import keras
 import numpy as np
 
 import tfmix
-from tests import helpers
+from tests import helpers, loops
 from tests.orders.laws import (
     Broken,
     chain_of,
     converted_dtypes,
     dtypes_of,
     is_scaled,
+    keras_before,
     law,
     named_layers,
     replaced,
     same_state,
     state_of,
 )
-from tests.orders.loops import jax_loop, tensorflow_loop
 from tests.orders.models import (
     Baseline,
     make_model,
@@ -29,10 +32,10 @@ from tests.orders.models import (
 )
 from tests.orders.order import OPTIMIZERS, REFUSES, SIXTEEN, TENSORFLOW, WRAPS
 from tfmix._keras import optimizers
-from tfmix.conversion import planned_policies
+from tfmix.optimizers import eight_bit_slots
 
 # Steps that change neither the model nor its active policy.
-LOOKING = ("check", "scale_monitor", "numerics_monitor")
+LOOKING = ("check", "scale_monitor")
 PASSIVE = ("guard", "check", "file", "weights")
 # Allowed errors of one update and loss in 16 bit, compared with float32.
 UPDATE_ERROR = 0.3
@@ -277,15 +280,6 @@ class Machine:
     def _scale_monitor(self):
         self._fit(tfmix.callbacks.LossScaleMonitor(every=1))
 
-    def _numerics_monitor(self):
-        monitor = tfmix.callbacks.NumericsMonitor(every=1)
-        self._fit(monitor)
-        narrow = planned_policies.sixteen_bit_layers(self.model)
-        is_watched = monitor.report is not None
-        law("s", is_watched or not narrow, "the monitor has no report")
-        wrong = [e for e in monitor.events if e.verdict == "overflow"]
-        law("s", not wrong, f"the monitor finds {wrong}")
-
     def _fit(self, callback):
         data = small_data()
         x, y = (np.tile(a, (self.order.replicas, 1)) for a in (data.x, data.y))
@@ -297,18 +291,17 @@ class Machine:
 
         self._phase(step, 1, "fit")
 
-    def _log(self):
-        if is_scaled(self.model):
-            loop = tensorflow_loop if TENSORFLOW else jax_loop
-            self._phase(lambda: loop(self), 1, "loop")
-
-    def _forget(self):
+    def _loop(self):
         # For models that do not scale gradients, they are divided with a
         # warning. Pure 16-bit weights have gradients of their own dtype.
         is_pure = self.home in SIXTEEN
-        if not is_scaled(self.model) or (self.carries and not is_pure):
-            loop = tensorflow_loop if TENSORFLOW else jax_loop
-            self._phase(lambda: loop(self, scales=False), 1, "forget")
+        divides = is_scaled(self.model) and (not self.carries or is_pure)
+        if divides or self.strategy:
+            return
+        own = (self.model, self.model.optimizer, self.order.mode)
+        loop, data = loops.Loop(*own, loss=wide_error), small_data()
+        x, y = map(keras.ops.convert_to_tensor, (data.x, data.y))
+        self._phase(lambda: float(loop.step(x, y)), 1, "loop")
 
     # ------------------------------------------------------------- the laws
 
@@ -495,3 +488,25 @@ def wrapped(optimizer, wrap):
     if WRAPS[wrap]:
         optimizer = WRAPS[wrap](optimizer)
     return tfmix.LossScaleOptimizer(optimizer, initial_scale=2.0**10)
+
+
+def wide_error(y, found):
+    return loops.squared_error(y, keras.ops.cast(found, "float32"))
+
+
+def run(order):
+    """Runs an order, and restores the policy; raises an error for a break."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", RuntimeWarning)
+        # Keras as it is without tfmix, which watches `compile` from its import.
+        tfmix.set_global_policy("float32")
+        try:
+            keras_before()
+            # Small variables would keep float32 state.
+            small = mock.patch.object(eight_bit_slots, "SMALL", 1)
+            with small, tempfile.TemporaryDirectory() as folder:
+                Machine(order, folder).run()
+        finally:
+            tfmix.set_global_policy("float32")
+            keras.utils.clear_session(free_memory=False)

@@ -25,9 +25,9 @@ def drawn(**how):
     return RANDOM.map(lambda rng: orders.draw(rng, **how))
 
 
-@hypothesis.settings(SETTINGS, max_examples=2)
+@hypothesis.settings(SETTINGS, max_examples=1)
 @hypothesis.given(drawn(modes=["eager"]))
-def test_a_few_orders_break_no_law(order):
+def test_an_order_breaks_no_law(order):
     orders.run(order)
 
 
@@ -44,13 +44,6 @@ def test_many_orders_break_no_law(order):
 @hypothesis.given(drawn(replicas=2))
 def test_many_orders_on_two_replicas_break_no_law(order):
     orders.run(order)
-
-
-def test_an_order_can_be_parsed_from_its_line():
-    order = orders.numbered(3, replicas=2)
-    assert orders.Order.parse(str(order)) == order
-    assert orders.numbered(3, replicas=2) == order
-    assert orders.numbered(4, replicas=2) != order
 
 
 def scaled_twice(monkeypatch):
@@ -110,18 +103,6 @@ def test_a_fault_breaks_its_law(monkeypatch, fault, law, wrap):
     # The expected dtypes are cached before the fault is injected.
     orders.fresh_dtypes("sequential", "mixed_float16")
     fault(monkeypatch)
-    broken = orders.failure(
-        orders.Order(("apply:mixed_float16", "apply:float32"), wrap=wrap)
-    )
-    assert broken.startswith(f"{law}: "), broken
-
-
-def test_a_failing_order_is_reduced_to_its_cause(monkeypatch):
-    def bad_copy(model, policy):
-        raise RuntimeError("copied")
-
-    monkeypatch.setattr(tfmix, "convert_model", bad_copy)
-    order = orders.Order(
-        ("guard", "global:float32", "copy:float32"), kind="functional"
-    )
-    assert orders.shrunk(order) == orders.Order(("copy:float32",))
+    steps = "apply:mixed_float16", "apply:float32"
+    with pytest.raises(orders.Broken, match=f"^{law}: "):
+        orders.run(orders.Order(steps, wrap=wrap))

@@ -107,6 +107,8 @@ def test_any_other_op_takes_what_comes(name):
     [
         ("cos", ["cos"], "float32"),
         ("matmul", ["matmul"], "float32"),
+        # An activation that Keras has as a class, too.
+        ("relu", ["relu"], "float32"),
         ("exp", [], "float16"),
         ("selu", ["selu"], "float16"),
     ],

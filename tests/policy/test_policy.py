@@ -50,18 +50,12 @@ def test_auto_becomes_the_policy_of_this_machine(monkeypatch):
     ("name", "meant"),
     [
         ("fp16", "mixed_float16"),
-        ("bf16", "mixed_bfloat16"),
-        ("mixed_fp16", "mixed_float16"),
         ("half", "mixed_float16"),
         ("float16_mixed", "mixed_float16"),
-        ("bfloat16_mixed", "mixed_bfloat16"),
         ("Mixed_Float16", "mixed_float16"),
-        ("mixed-bfloat16", "mixed_bfloat16"),
         ("mixd_float16", "mixed_float16"),
-        ("bfloat", "mixed_bfloat16"),
         ("o2", "O2"),
         ("O5", "O"),
-        ("fp32", "float32"),
     ],
 )
 def test_a_wrong_name_is_refused_with_the_closest_and_all_names(name, meant):
@@ -129,12 +123,6 @@ def test_lists_are_read_as_copies():
     for rules in ("float32_layers", "float32_ops"):
         getattr(policy, rules).clear()
         assert getattr(policy, rules)
-
-
-def test_the_representation_can_be_run():
-    policy = Policy("O2", float32_ops=["tanh"], float32_layers=["head"])
-    assert eval(repr(policy), {"Policy": Policy}) == policy
-    assert repr(Policy("mixed_float16")) == "Policy('mixed_float16')"
 
 
 @pytest.mark.parametrize(

@@ -66,14 +66,6 @@ def test_a_users_program_has_no_type_errors_and_wrong_uses_are_found(installed):
     assert said == expected, done.stdout
 
 
-@pytest.mark.slow
-def test_without_py_typed_there_are_no_types(installed):
-    (marker,) = installed.glob("env/lib/python*/site-packages/tfmix/py.typed")
-    marker.unlink()
-    done = checked(installed, USER.read_text(encoding="utf-8"))
-    assert "[assert-type]" in done.stdout
-
-
 def test_the_program_uses_every_public_name():
     text = USER.read_text(encoding="utf-8")
     used = [name for name in tfmix.__all__ if f"tfmix.{name}" in text]

@@ -1,11 +1,8 @@
 """The table of faults: tfmix survives a row or says so; a row can be lost."""
 
-import json
-
 import pytest
 
-from benchmarks import faults
-from benchmarks.fault_cases import catalogue, record, replicas, systems, words
+from benchmarks.fault_cases import catalogue, record, replicas, systems
 from tests import helpers
 
 # These train several models, or start processes.
@@ -99,13 +96,6 @@ def test_an_exception_for_a_system_names_a_fault():
         assert each.inapplicable <= names
 
 
-def test_close_uses_the_precision_of_a_variable():
-    rounded = systems.by_name("masters").variable([0.9])
-    assert words.close(rounded, [0.9])
-    assert not words.close(rounded, [0.91])
-    assert not words.close(systems.by_name("tfmix").variable([0.9]), [0.9003])
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -139,34 +129,3 @@ def test_an_exception_is_an_outcome():
 
     outcome = record.Fault("name", "title", provoke).run(system("tfmix"))
     assert outcome == record.Outcome(False, "raises RuntimeError: the why")
-
-
-def test_an_unknown_name_is_refused_with_all_names():
-    with pytest.raises(ValueError, match="'no-such'.*bad-stretch"):
-        catalogue.by_name("no-such")
-    with pytest.raises(ValueError, match="bad-stretch"):
-        faults.main(["--only=no-such"])
-
-
-@pytest.mark.parametrize(
-    ("survives", "told", "status"),
-    [(True, False, 0), (False, True, 0), (False, False, 1)],
-)
-def test_the_exit_status_shows_whether_tfmix_lost_a_row(
-    monkeypatch, capsys, survives, told, status
-):
-    ours = record.Outcome(survives, "weight [nan]", told)
-    outcomes = {
-        ("set-weights", "Keras"): record.Outcome(False, "lost it"),
-        ("set-weights", "tfmix"): ours,
-    }
-    monkeypatch.setattr(faults, "run_all", lambda *_: outcomes)
-    assert faults.main(["--only", "set-weights"]) == status
-    assert "[nan]" in capsys.readouterr().out
-    assert faults.main(["--only", "set-weights", "--json"]) == status
-    rows, survived = json.loads(capsys.readouterr().out)["tables"]
-    (row,) = rows["rows"]
-    assert (row["name"], row["Keras"]) == ("set-weights", "**lost**: lost it")
-    assert [each["survived"] for each in survived["rows"]] == [0, survives]
-    said = [each["lost, but says so"] for each in survived["rows"]]
-    assert said == [0, told]

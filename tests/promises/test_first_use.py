@@ -63,7 +63,7 @@ def test_a_layer_adds_few_equations_to_a_step(policy):
     assert np.all(ours <= [1.1, 1.13] * theirs)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_each_program_that_jax_compiles_is_one_of_kerass(policy, caplog):
     found = []

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tfmix
-from tests import helpers, processes
+from tests import helpers
 
 X = np.random.default_rng(5).normal(size=(16, 3)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
@@ -32,35 +32,9 @@ def adds_a_callback(fit, seen):
     return hook
 
 
-def sets_epochs(fit, seen):
-    def hook(self, *args, **kwargs):
-        kwargs["epochs"] = 3
-        return fit(self, *args, **kwargs)
-
-    return hook
-
-
-def has_a_default_for_verbose(fit, seen):
-    def hook(self, *args, **kwargs):
-        seen.append(kwargs.setdefault("verbose", 0))
-        return fit(self, *args, **kwargs)
-
-    return hook
-
-
 def names_three(fit, seen):
     def hook(self, x, y, epochs=1):
         return fit(self, x, y, epochs=epochs, verbose=0, shuffle=False)
-
-    return hook
-
-
-def reads_the_call(fit, seen):
-    """mlflow's autologging looks up what was given by name and by place."""
-
-    def hook(self, *args, **kwargs):
-        seen.append((len(args), sorted(kwargs)))
-        return fit(self, *args, **kwargs)
 
     return hook
 
@@ -78,27 +52,10 @@ def binds_the_call(fit, seen):
     return hook
 
 
-FIT = {
-    adds_a_callback: {"epochs": 2},
-    sets_epochs: {"epochs": 1},
-    has_a_default_for_verbose: {"epochs": 2},
-    names_three: {"epochs": 2},
-    reads_the_call: {"batch_size": 4, "epochs": 2},
-    binds_the_call: {"batch_size": 4, "epochs": 2},
-}
-
-
 def sets_the_loss(compile, seen):
     def hook(self, *args, **kwargs):
         kwargs["loss"] = "mae"
         return compile(self, *args, **kwargs)
-
-    return hook
-
-
-def sets_the_optimizer(compile, seen):
-    def hook(self, optimizer, *args, **kwargs):
-        return compile(self, keras.optimizers.SGD(0.2), *args, **kwargs)
 
     return hook
 
@@ -111,7 +68,14 @@ def compiles_three(compile, seen):
     return hook
 
 
-COMPILE = (sets_the_loss, sets_the_optimizer, compiles_three, reads_the_call)
+# Each with the method that it replaces, and the arguments of `fit`.
+HOOKS = {
+    adds_a_callback: ("fit", {"epochs": 2}),
+    names_three: ("fit", {"epochs": 2}),
+    binds_the_call: ("fit", {"batch_size": 4, "epochs": 2}),
+    sets_the_loss: ("compile", None),
+    compiles_three: ("compile", None),
+}
 
 
 def counts(method, seen):
@@ -171,6 +135,8 @@ def hooked(hook, of, name, when, policy, wraps=False, fit=None):
 
     with pytest.MonkeyPatch.context() as patch:
         if when == "before":
+            # As before the import of tfmix, which replaces `compile`.
+            tfmix.set_global_policy("float32")
             set_on(of)
         with tfmix.policy_scope(policy):
             if when == "after":
@@ -198,25 +164,13 @@ def assert_alike(found, expected, policy):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("wraps", [False, True])
 @pytest.mark.parametrize("when", ["before", "after", "object"])
-@pytest.mark.parametrize("hook", FIT)
-def test_a_function_on_fit_gets_and_gives_what_it_does_without_tfmix(
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_function_on_a_method_gets_and_gives_what_it_does_without_tfmix(
     hook, when, wraps, policy
 ):
+    name, fit = HOOKS[hook]
     run = functools.partial(
-        hooked, hook, keras.Model, "fit", when, wraps=wraps, fit=FIT[hook]
-    )
-    assert_alike(run(policy), run("float32"), policy)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("wraps", [False, True])
-@pytest.mark.parametrize("when", ["before", "after", "object"])
-@pytest.mark.parametrize("hook", COMPILE)
-def test_a_function_on_compile_gets_and_gives_what_it_does_without_tfmix(
-    hook, when, wraps, policy
-):
-    run = functools.partial(
-        hooked, hook, keras.Model, "compile", when, wraps=wraps
+        hooked, hook, keras.Model, name, when, wraps=wraps, fit=fit
     )
     assert_alike(run(policy), run("float32"), policy)
 
@@ -237,6 +191,7 @@ class WithOtherArguments(keras.Sequential):
         return super().predict(data, verbose=0)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", POLICIES)
 def test_methods_with_arguments_of_their_own_get_them(policy):
     def run(policy):
@@ -308,6 +263,7 @@ def test_skipped_steps_are_told_where_the_fit_of_the_class_is_called(said):
     pickle.dumps(history)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("of", "name"), [(keras.Model, "compile"), *COUNTED[:1], COUNTED[5]]
 )
@@ -356,25 +312,7 @@ def test_a_bad_step_is_skipped_beside_a_function_on_apply(first, mode):
     assert "SGD" in seen
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(
-    "made",
-    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
-    ids=["deepcopy", "pickle"],
-)
-def test_a_copy_of_a_hooked_model_trains_like_it(made, policy, monkeypatch):
-    seen = []
-    monkeypatch.setattr(keras.Model, "fit", sets_epochs(keras.Model.fit, seen))
-    tfmix.set_global_policy(policy)
-    model = network()
-    twin = made(model)
-    (history, weights), (other, others) = trained(model), trained(twin)
-    assert history == other
-    assert len(history["loss"]) == 3
-    for one, two in zip(weights, others, strict=True):
-        np.testing.assert_array_equal(one, two)
-
-
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "dump", [copy.deepcopy, pickle.dumps], ids=["deepcopy", "pickle"]
 )
@@ -388,64 +326,3 @@ def test_a_callback_may_copy_the_model_while_it_trains(dump):
     model.compile("sgd", "mse")
     model.fit(X, Y, epochs=2, verbose=0, callbacks=[note])
     assert len(copies) == 2
-
-
-BEFORE_IMPORT = """
-import json
-
-import keras
-import numpy as np
-
-seen = []
-
-
-def counted(of, name):
-    method = getattr(of, name)
-
-    def hook(self, *args, **kwargs):
-        seen.append(name)
-        return method(self, *args, **kwargs)
-
-    setattr(of, name, hook)
-
-
-for name in ("fit", "compile", "train_step"):
-    counted(keras.Model, name)
-for name in ("apply", "apply_gradients"):
-    counted(keras.optimizers.Optimizer, name)
-counted(keras.Layer, "__call__")
-# These call what they found, of the class that the other one derives from.
-counted(keras.Sequential, "compile")
-counted(keras.optimizers.SGD, "apply")
-
-import tfmix
-
-tfmix.set_global_policy("mixed_float16")
-model = keras.Sequential(
-    [keras.Input((3,)), keras.layers.Dense(1), tfmix.float32_output()]
-)
-keras.config.set_dtype_policy("float32")
-twin = keras.models.clone_model(model)
-x, y = np.ones((8, 3), "float32"), np.ones((8, 1), "float32")
-x[2] = np.nan
-finite = []
-for each in (model, twin):
-    each.compile("sgd", "mse")
-    each.fit(x, y, batch_size=4, shuffle=False, verbose=0)
-    finite += [bool(np.isfinite(w).all()) for w in each.get_weights()]
-# A loop's optimizer, which nothing wraps.
-tfmix.set_global_policy("mixed_float16")
-weight = keras.Variable(np.ones(3, "float32"))
-keras.optimizers.SGD().apply([np.full(3, np.nan, "float32")], [weight])
-finite.append(bool(np.isfinite(weight.numpy()).all()))
-print("RESULT", json.dumps([sorted(set(seen)), all(finite)]))
-"""
-
-
-@pytest.mark.slow
-def test_hooks_set_before_the_import_of_tfmix_are_called():
-    (found,) = processes.results("-c", BEFORE_IMPORT)
-    seen, is_finite = found
-    wanted = {"fit", "compile", "train_step", "apply", "__call__"}
-    assert wanted <= set(seen)
-    assert is_finite

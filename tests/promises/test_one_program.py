@@ -244,6 +244,7 @@ def test_however_a_model_was_made_it_is_one_program(
 
 
 # Of the others, tfmix's rules keep a layer or a mask in float32.
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", [dense, attention, activation])
 @pytest.mark.parametrize("is_loaded", [False, True])
 def test_a_model_of_keras_alone_is_the_same_program(is_loaded, kind, tmp_path):

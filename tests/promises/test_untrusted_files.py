@@ -9,9 +9,7 @@ import pytest
 
 from tests import helpers
 from tests.tools.diagnostics import faults
-from tests.tools.hardware import test_step_page
 from tfmix import _tables
-from tfmix.conversion import summary
 from tfmix.tools import cli
 from tfmix.tools.diagnostics import check
 
@@ -121,13 +119,6 @@ def test_the_page_of_check_escapes_names_and_advice():
     assert "[red]" in str(hostile)
 
 
-def test_the_table_of_compile_for_escapes_names():
-    step = test_step_page.STEP
-    rows = with_names(step.rows)
-    hostile = dataclasses.replace(step, rows=rows, model=HOSTILE)
-    assert_only_text(helpers.notebook_html(hostile))
-
-
 def test_every_part_of_a_table_is_escaped():
     table = _tables.Table(
         (HOSTILE,), [(HOSTILE,)], HOSTILE, (HOSTILE,), (HOSTILE,)
@@ -143,11 +134,3 @@ def test_every_part_of_a_table_is_escaped():
     # The name is a title, and in each table's head, a cell, a note and code.
     assert page.count("&lt;img") == 9
     assert page.count("[red]") == 9
-
-
-def test_the_summary_of_a_model_escapes_its_names():
-    model = keras.Sequential(
-        [keras.Input((4,)), keras.layers.Dense(2, name=HOSTILE)],
-        name=HOSTILE,
-    )
-    assert_only_text(helpers.notebook_html(summary.summary(model)))

@@ -145,15 +145,6 @@ def test_small_tensors_of_one_shape_are_read_together(platform, size, count):
     assert lowered.count("stablehlo.reduce") == count
 
 
-def test_it_holds_where_kerass_float_type_is_bfloat16():
-    keras.config.set_floatx("bfloat16")
-    given = [np.ones((2, 3), "float32") for _ in range(3)]
-    assert bool(finite.all_finite(given))
-    given[1][0] = np.nan
-    assert compiled_check()(given) == [False, True, False]
-    assert not bool(finite.all_finite(given))
-
-
 @helpers.requires_backend("jax")
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("columns", [3, 2**18])

@@ -18,7 +18,6 @@ if keras.backend.backend() != "tensorflow":
 
 import tensorflow as tf
 
-from tfmix.optimizers import master_weights as masters
 from tfmix.step import replicas
 
 Wrapped = optimizers.LossScaleOptimizer
@@ -72,24 +71,6 @@ class Trainer:
 
     def value(self):
         return self.weight.value.values[0].numpy().tolist()
-
-
-@pytest.mark.parametrize("graph", [True, False])
-@pytest.mark.parametrize("bad_replica", [0, 1])
-@pytest.mark.parametrize("bad", [np.inf, np.nan])
-def test_one_bad_replica_makes_all_skip_and_moves_the_scale_once(
-    graph, bad_replica, bad
-):
-    train = Trainer({"initial_scale": 1024.0}, graph)
-    good = [1.0, 2.0, 3.0]
-    grads = [good, good]
-    grads[bad_replica] = [1.0, bad, 1.0]
-    assert train(good, good)
-    assert not train(*grads)
-    assert train.optimizer.loss_scale == 512.0
-    assert train.optimizer.skipped_steps == 1
-    assert train(good, good)
-    assert train.value() == [-4.0, -8.0, -12.0]
 
 
 def test_a_sum_over_replicas_that_overflows_is_caught():
@@ -272,29 +253,6 @@ def test_overwriting_values_are_maxed_and_the_rest_is_summed():
             pair, *_ = both(tf.constant(array))
             expected = [place[1] != 0, place[1] != 1]
             assert np.isfinite(pair).tolist() == [expected] * 2
-
-
-def test_masters_take_the_largest_value_that_overwrites_a_variable():
-    strategy = helpers.mirrored_strategy()
-    with strategy.scope():
-        weight = keras.Variable(np.zeros(1), dtype="bfloat16")
-        amax = keras.Variable(np.zeros(1, "float32"))
-        amax.overwrite_with_gradient = True
-        optimizer = masters.MasterWeightOptimizer(keras.optimizers.SGD(1.0))
-        optimizer.build([weight, amax])
-
-    @tf.function
-    def run():
-        def on_replica():
-            mine = own(tf.constant([[1.0], [2.0]]))
-            optimizer.apply([mine, mine], [weight, amax])
-
-        strategy.run(on_replica)
-
-    run()
-    for variable, expected in ((weight, -3.0), (amax, 2.0)):
-        for value in variable.value.values:
-            assert float(value.numpy()[0]) == expected
 
 
 def bytes_summed(function, *arguments):

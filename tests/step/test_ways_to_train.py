@@ -276,13 +276,6 @@ class OwnGiven(OwnName):
         self.compile(self.actor_optimizer, **how(mode))
 
 
-class OwnLayers(OwnName):
-    """Calls layers but no model."""
-
-    def call(self, x, training=False):
-        return by_layers(self.network, x, training)
-
-
 class Gan(Own):
     """Has two optimizers, which both see the batch."""
 
@@ -362,24 +355,6 @@ class ByHandOwnName(ByHand):
         super().apply_sums(self.own_optimizer)
 
 
-class Branch(Own):
-    """Applies in a branch, every second time."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = tf.Variable(0, trainable=False)
-
-    def train_step(self, batch):
-        slopes, weights, loss = self.slopes(batch)
-        self.count.assign_add(1)
-        tf.cond(
-            tf.equal(self.count % 2, 0),
-            lambda: self.optimizer.apply(slopes, weights),
-            lambda: None,
-        )
-        return self.logs(loss)
-
-
 class SharpnessAware(OwnName):
     def train_step(self, batch):
         slopes, weights, _ = self.slopes(batch)
@@ -447,47 +422,14 @@ class OwnStepOnJax(Own):
         return self.optimizer.stateless_apply(slots, slopes, weights)
 
 
-class AveragingOnJax(OwnStepOnJax):
-    def __init__(self):
-        super().__init__()
-        self.average = network()
-
-    compiled_as = Averaging.compiled_as
-
-    def applied(self, slots, slopes, weights, others):
-        count = len(self.network.trainable_variables)
-        weights, averages = weights[:count], weights[count:]
-        weights, slots = self.optimizer.stateless_apply(
-            slots, slopes[:count], weights
-        )
-        pairs = zip(averages, weights, strict=True)
-        averages = [0.9 * average + 0.1 * weight for average, weight in pairs]
-        return [*weights, *averages], slots
-
-
-class BranchOnJax(OwnStepOnJax):
-    """Applies every second time."""
+class ByHandOnJax(OwnStepOnJax):
+    """Accumulates gradients, and applies them after every second batch."""
 
     def __init__(self):
         super().__init__()
         self.count = self.add_weight(
             shape=(), dtype="int32", trainable=False, name="count"
         )
-
-    def applied(self, slots, slopes, weights, others):
-        at = [v is self.count for v in self.non_trainable_variables].index(True)
-        others[at] = others[at] + 1
-        return jax.lax.cond(
-            others[at] % 2 == 0,
-            self.optimizer.stateless_apply,
-            lambda slots, slopes, weights: (weights, slots),
-            *(slots, slopes, weights),
-        )
-
-
-class ByHandOnJax(BranchOnJax):
-    def __init__(self):
-        super().__init__()
         self.sums = [
             self.add_weight(shape=v.shape, initializer="zeros", trainable=False)
             for v in self.network.trainable_variables
@@ -540,12 +482,12 @@ WAYS = {
     "loop with accumulation": accumulating_loop,
 }
 if ON_JAX:
-    own_steps = [OwnStepOnJax, AveragingOnJax]
-    in_turns = [ByHandOnJax, BranchOnJax]
+    own_steps = [OwnStepOnJax]
+    in_turns = [ByHandOnJax]
 else:
-    own_steps = [OwnStep, OwnName, OwnGiven, OwnLayers, Gan, GanOfLayers]
+    own_steps = [OwnStep, OwnName, OwnGiven, Gan, GanOfLayers]
     own_steps += [SharpnessAware, Averaging]
-    in_turns = [ByHand, ByHandOwnName, Branch]
+    in_turns = [ByHand, ByHandOwnName]
     WAYS["fit of two replicas"] = fit(mirrored)
     WAYS["fit, applied in a branch"] = fit(in_branch)
     WAYS["fit with states"] = fit(lambda mode: compiled(mode, make=with_states))
@@ -589,13 +531,10 @@ def assert_same(make, bad, leave_out, policy):
 
 QUICK = {
     ("fit", "graph"),
-    ("fit of two replicas", "graph"),
-    ("guarded fit, no scale", MODES[-1 if ON_JAX else 1]),
-    ("loop, compiled", "xla"),
+    ("loop, compiled", "xla" if ON_JAX else "graph"),
     ("loop with states", "graph"),
-    ("GanOfLayers", "graph"),
+    ("OwnStep", "graph"),
     ("OwnStepOnJax", "xla"),
-    ("AveragingOnJax", "xla"),
 }
 CASES = [
     *itertools.product(WAYS, MODES, POLICIES),
@@ -629,7 +568,7 @@ def test_a_bad_batch_whose_gradients_are_to_be_applied(kind, mode, policy):
 @pytest.mark.costly
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", in_turns[:-1])
+@pytest.mark.parametrize("kind", in_turns)
 def test_a_bad_batch_is_lost_with_those_that_it_was_added_to(
     kind, mode, policy
 ):

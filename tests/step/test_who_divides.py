@@ -375,27 +375,6 @@ def test_an_optimizer_decides_again_when_its_model_is_converted():
     assert float(model.optimizer.scale_loss(1.0)) == SCALE
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("policy", ["mixed_float16", "float32"])
-def test_fit_and_a_loop_of_your_own_take_turns(policy, mode):
-    with tfmix.policy_scope(policy):
-        dense = keras.layers.Dense(1, use_bias=False)
-    model = keras.Sequential([keras.Input((1,)), dense])
-    optimizer = scaler(inner=keras.optimizers.SGD(0.5))
-    model.compile(optimizer, "mse")
-    tfmix.guard(model)
-    optimizer.build(model.trainable_variables)
-    loop = Loop(model, mode)
-    for _ in range(2):
-        line = "apply_pairs(clip(get_unscaled(get_scaled(g))))"
-        assert (loop.run(line), loop.run("apply(scale(g))")) == (0.75, 1.0)
-        # The gradient is twice the weight, so the step sets it to zero.
-        dense.kernel.assign([[3.0]])
-        model.fit(np.ones((4, 1)), np.zeros((4, 1)), verbose=0)
-        assert dense.kernel.numpy() == 0.0
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_the_scale_can_be_read_in_a_compiled_function(mode):
     loop = Loop(free(), mode)
@@ -558,18 +537,6 @@ class TestJax:
             with pytest.raises(ValueError, match=message):
                 jax.jit(lambda value: call(optimizer, value))(array(1.0))
         call(optimizer, array(1.0))
-
-    def test_a_loop_that_jax_does_not_compile_needs_no_scope(self):
-        import jax
-
-        weight = free()
-        optimizer = scaler(weight)
-        slope = jax.grad(lambda w: optimizer.scale_loss(3.0 * w[0]))
-        assert float(slope(weight.value)[0]) == 24.0
-        optimizer.loss_scale = 4.0
-        assert float(slope(weight.value)[0]) == 12.0
-        optimizer.apply([slope(weight.value)], [weight])
-        assert weight.numpy() == -3.0
 
     @pytest.mark.parametrize("rule", [8.0, rules.NoLossScale()])
     def test_a_scale_that_never_changes_may_become_a_constant(self, rule):

@@ -173,9 +173,8 @@ WRONG_INPUT = {
     "compile none.keras --batch 32": "Cannot load 'none.keras'",
     f"{COMPILE} --target v5e": "take.*mixed_bfloat16",
     "convert none.keras new.keras --policy O2": "Cannot load 'none.keras'",
-    "convert good.keras new.h5 --policy O2": r"ends in `\.keras`",
     "convert good.keras good.keras --policy O2": "--overwrite",
-    "convert good.keras none/new.keras --policy O2": "no folder.*'new.keras'",
+    "convert good.keras none/new.keras --policy O2": "No such file.*new.keras",
     "demo --epochs 0": "`epochs` must be a whole number.*epochs=0",
     "demo --seeds -3": "`seeds` must be a whole number.*seeds=-3",
 }
@@ -198,13 +197,6 @@ def test_a_command_says_what_is_wrong_and_writes_nothing(run, folder, line):
     # No message shows the values of arrays.
     assert len(err) < 1000
     assert written() == before
-
-
-@pytest.mark.parametrize("command", ["advise", "compile"])
-def test_rows_have_one_name_in_all_commands_and_a_short_one(command):
-    for option in ("--batch-size", "--batch"):
-        words = [command, "m.keras", option, "8"]
-        assert cli.build_parser().parse_args(words).batch_size == 8
 
 
 def test_a_pipe_is_as_wide_as_the_environment_says(run, monkeypatch):
@@ -265,22 +257,6 @@ def test_check_without_targets_or_loss_looks_at_the_forward_pass(
         assert ("only the forward pass" in notes) is (LOSS not in line)
 
 
-@pytest.mark.parametrize("kind", [list, dict])
-def test_arrays_by_name_take_the_structure_of_the_inputs(run, tmp_path, kind):
-    inputs = {
-        name: keras.Input((n,), name=name) for n, name in ((2, "b"), (3, "a"))
-    }
-    given = inputs if kind is dict else list(inputs.values())
-    joined = keras.layers.Concatenate()(list(inputs.values()))
-    keras.Model(given, keras.layers.Dense(1)(joined)).save(
-        tmp_path / "two.keras"
-    )
-    arrays = {name: np.ones((3, n)) for n, name in ((3, "a"), (2, "b"))}
-    np.savez(tmp_path / "two.npz", **arrays)
-    line = f"check {tmp_path}/two.keras --data {tmp_path}/two.npz"
-    assert run(line)[0] == cli.OK
-
-
 def test_advise_prints_shapes_padding_and_bytes(run, data):
     code, out, err = run("advise good.keras --batch-size 32")
     assert (code, err) == (cli.OK, "")
@@ -297,31 +273,10 @@ def test_advise_prints_shapes_padding_and_bytes(run, data):
     assert 2 * weights <= memory["slots"] <= 2 * weights + 32
 
 
-def test_advise_lists_what_the_target_can_multiply(data):
-    found = data("advise good.keras --batch-size 32 --target t4")
-    assert "mixed_float16" in found["memory"]
-    assert not [way for way in found["memory"] if "bfloat16" in way]
-
-
 def test_advise_on_a_float32_model_says_how_to_convert_it(run):
     _, out, _ = run("advise long.keras --batch-size 8 --input-shape 5 3")
     assert "a model in float32, batch of 8" in out
     assert "`tfmix convert`" in " ".join(out.split())
-
-
-def own_loss(y_true, y_pred):
-    return keras.ops.mean(keras.ops.square(y_true - y_pred))
-
-
-def test_advise_needs_no_loss_of_the_users_own_and_takes_shapes(run, tmp_path):
-    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)])
-    model.compile("sgd", own_loss)
-    model.save(tmp_path / "own.keras")
-    assert run(f"advise {tmp_path}/own.keras --batch-size 2")[0] == cli.OK
-    line = "advise long.keras --batch-size 8 --input-shape 5 3"
-    code, out, _ = run(line)
-    assert code == cli.OK
-    assert "(40, 3, 2)" in out
 
 
 def test_compile_says_how_much_it_has_to_install(run, capsys, monkeypatch):
@@ -394,6 +349,7 @@ def test_an_error_in_tfmix_is_raised_as_it_is(run, monkeypatch):
         run("devices")
 
 
+@pytest.mark.slow
 def test_python_dash_m_runs_it_in_a_terminal_and_passes_the_exit_code_on():
     pty = pytest.importorskip("pty", reason="a terminal, which Windows lacks")
     ours, theirs = pty.openpty()

@@ -71,17 +71,6 @@ def test_every_policy_trains_from_every_seed(monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_the_table_says_whether_the_goal_was_reached(capsys):
-    from rich import console
-
-    for accuracies, word in (((0.99,) * 3, "reached"), ((0.5,) * 3, "MISSED")):
-        console.Console(width=80).print(report_of(*accuracies))
-        out = capsys.readouterr().out
-        assert word in out
-        assert all(policy in out for policy in demo.POLICIES)
-        assert "emulates" not in out
-
-
 def test_keras_is_shown_beside_and_not_judged():
     bad = dataclasses.replace(
         RUN, policy=demo.KERAS, accuracy=0.1, skipped_steps=None

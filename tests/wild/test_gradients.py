@@ -176,12 +176,6 @@ def sparse_rows(call):
     return gradients, weights
 
 
-@form
-def biases_of_many_tokens(call):
-    found, weights = of_tokens(call, use_bias=True)
-    return lambda: found()[1:], weights
-
-
 def summed(factor):
     def of_factor(call):
         model = network()
@@ -213,37 +207,6 @@ def scores_left_on_a_layer(call):
 
     def loss():
         return 1e-6 * (error(call(model, X)) + ops.mean(scoring.scores**2))
-
-    return gradients_of(loss, model)
-
-
-class LeavesNests(layers.Layer):
-    """Leaves values in a list, in a tuple, and in a dict that it keeps."""
-
-    def __init__(self):
-        super().__init__()
-        self.earlier = {}
-
-    def call(self, x):
-        scores = ops.cast(x, "float32")
-        self.list = [scores, {"deep": [scores]}]
-        self.tuple = (scores, None)
-        self.earlier["scores"] = x
-        return ops.tanh(x)
-
-
-@form
-def nests_left_on_a_layer(call):
-    leaving = LeavesNests()
-    hidden = [keras.Input((16,)), layers.Dense(32), leaving]
-    model = keras.Sequential([*hidden, layers.Dense(1)])
-
-    def loss():
-        error_of_model = error(call(model, X))
-        (deep,) = leaving.list[1]["deep"]
-        left = [leaving.list[0], deep, leaving.tuple[0]]
-        left.append(ops.cast(leaving.earlier["scores"], "float32"))
-        return 1e-6 * (error_of_model + sum(ops.mean(x**2) for x in left))
 
     return gradients_of(loss, model)
 
@@ -314,22 +277,6 @@ def three_derivatives(call):
     found, weights = gradients_of(loss, model)
     # Nothing reaches the last bias.
     return lambda: found()[:-1], weights
-
-
-@form
-def a_step_inside_of_the_loss(call):
-    model = network()
-
-    def loss_of(weights):
-        return error(model.stateless_call(weights, frozen(model), X)[0])
-
-    def loss():
-        weights = values_of(model)
-        slopes = by_tensors(loss_of, weights)
-        both = zip(weights, slopes, strict=True)
-        return loss_of([w - 0.1 * s for w, s in both])
-
-    return gradients_of(loss, model)
 
 
 @form
@@ -404,22 +351,6 @@ def two_models_in_a_row(call):
     )
 
 
-@form
-def three_calls_of_one_model(call):
-    model = network(outputs=8)
-
-    def loss():
-        near, far = (
-            ops.sum((call(model, X) - call(model, other)) ** 2, -1)
-            for other in (X + 0.1, np.roll(X, 1, 0))
-        )
-        return ops.mean(ops.maximum(near - far + 100.0, 0.0))
-
-    found, weights = gradients_of(loss, model)
-    # The last layer's bias cancels.
-    return lambda: found()[:-1], weights
-
-
 def beside_added_losses(model, factor):
     def loss():
         if ON_JAX:
@@ -432,12 +363,6 @@ def beside_added_losses(model, factor):
 
     model(X)
     return gradients_of(loss, model)
-
-
-@form
-def activity_regularizer_beside_a_small_loss(call):
-    model = network(activity_regularizer=keras.regularizers.L2(1e-3))
-    return beside_added_losses(model, 1e-4)
 
 
 class Added(keras.Model):
@@ -595,13 +520,6 @@ def forces_by_a_sequential(call):
 
 
 @only_under("tensorflow")
-def forces_by_a_functional(call):
-    inputs = keras.Input((16,))
-    hidden = layers.Dense(32, "tanh")(inputs)
-    return forces(call, keras.Model(inputs, layers.Dense(1)(hidden + 1.0)))
-
-
-@only_under("tensorflow")
 def one_output_by_another(call):
     """Computes Grad-CAM, as in Keras's example."""
     inputs = keras.Input((12, 12, 3))
@@ -659,26 +577,6 @@ def of_weights(function, *models):
 
 def called(model, weights, x, **how):
     return model.stateless_call(weights, frozen(model), x, **how)[0]
-
-
-@only_under("jax")
-def a_stateless_scope(_):
-    model = network()
-    return gradients_of(lambda: error(model(X)), model)
-
-
-@only_under("jax")
-def hessian_of_scores_left_on_a_layer(call):
-    scoring = LeavesScores()
-    hidden = [keras.Input((16,)), layers.Dense(32), scoring]
-    model = keras.Sequential([*hidden, layers.Dense(1)])
-
-    def loss(bias, weights):
-        weights = [weights[0], bias, *weights[2:]]
-        guess = called(model, weights, X)
-        return 1e-6 * (error(guess) + jnp.mean(scoring.scores**2))
-
-    return of_weights(lambda w: [jax.hessian(loss)(w[1], w)], model)
 
 
 @only_under("jax")

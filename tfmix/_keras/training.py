@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,30 +31,6 @@ STEP_ON_JAX = "state", "data"
 # TensorFlow's trainer calls the second before that.
 BUILD = "_symbolic_build"
 BEFORE_TRACING = "_maybe_symbolic_build"
-
-
-def _own_classes(base: type[Any], method: str) -> Iterator[type]:
-    """Yields Keras's own subclasses that define a method themselves."""
-    for subclass in base.__subclasses__():
-        if subclass.__module__.startswith("keras.src."):
-            if inspect.isfunction(vars(subclass).get(method)):
-                yield subclass
-            yield from _own_classes(subclass, method)
-
-
-# These methods add penalties to a loss: regularizers and added losses.
-PENALTIES: tuple[replacing.Place, ...] = (
-    *(
-        (regularizer, "__call__")
-        for regularizer in _own_classes(
-            keras.regularizers.Regularizer, "__call__"
-        )
-    ),
-    (keras.Layer, "add_loss"),
-    # It sums the added losses. Those from before tfmix was active may be
-    # 16-bit, and TensorFlow cannot add them to the compiled loss.
-    (TRAINER, "_aggregate_additional_loss"),
-)
 
 
 def has_own_step(model: keras.Model) -> bool:
@@ -129,7 +104,6 @@ def join_fit(
     for name in (
         "on_train_begin",
         "on_epoch_begin",
-        "on_train_batch_end",
         "on_epoch_end",
         "on_train_end",
     ):
@@ -211,11 +185,8 @@ def compile_replaced(
     A model with a record outlasts `set_global_policy("float32")`.
     """
     if not replacing.is_wanted(replacing.COMPILE):
-        is_of_class = getattr(original, "__func__", None) is type(model).compile
         replacing.want(replacing.COMPILE, True)
-        if is_of_class:
-            original = types.MethodType(type(model).compile, model)
-    original(*args, **kwargs)
+    replacing.wrapped(model, "compile", replacing.RULES)(*args, **kwargs)
 
 
 def adopt_optimizer(model: keras.Model, optimizer: Any, saved: Any) -> None:

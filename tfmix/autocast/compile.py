@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 
-from tfmix import _formats, _messages
+from tfmix import _formats
 from tfmix._keras import (
     context_values,
     layers,
@@ -26,8 +26,8 @@ from tfmix.optimizers import master_weights, sixteen_bit_optimizer
 from tfmix.policy import policy as policies
 from tfmix.step import guard
 
-# Says what `compile` should. `None` says nothing.
-_advise: Callable[[keras.Model], None] | None = None
+# Says what `compile` should.
+_advise: Callable[[keras.Model], None]
 
 
 def advise_by(advise: Callable[[keras.Model], None]) -> None:
@@ -98,40 +98,19 @@ def _compile(
     `auto_scale_loss` decides nothing: no loss of a model with a record is
     scaled, and its optimizer has to skip steps.
     """
-    given = replacing.argument(
-        training.ORDERS["compile"], args, kwargs, "optimizer"
-    )
-    refuse_two_scales(given)
     part = replacing.part(model, replacing.RULES)
     # Keras creates an optimizer here, and computes nothing in 16 bit.
     with context_values.holding(rules=context_values.NO_RULES):
         original(*args, **kwargs)
         optimizer = getattr(model, "optimizer", None)
-        if isinstance(optimizer, optimizers.KerasScaler) and not isinstance(
-            given, optimizers.KerasScaler
-        ):
-            # Keras decides by the model's own policy, not by its layers'.
-            optimizer = optimizer.inner_optimizer
-        if optimizer is not None:
-            level = None if part is None else part.level
-            optimizer = choose(optimizer, model, level)
+        if part is not None and optimizer is not None:
+            optimizer = choose(optimizer, model, part.level)
     if optimizer is not getattr(model, "optimizer", None):
         named = optimizer_in_files(optimizer, model)
         training.adopt_optimizer(model, optimizer, named)
-    is_ours = isinstance(optimizer, scaling.LossScaleOptimizer)
-    if part is not None or is_ours:
+    if part is not None or isinstance(optimizer, scaling.LossScaleOptimizer):
         guard.attach(model)
-    if (
-        part is not None
-        and not is_ours
-        and isinstance(optimizer, optimizers.KerasScaler)
-    ):
-        _messages.warn_once(
-            "Keras's own LossScaleOptimizer stays: a step that it skips leaves "
-            "NaN in metrics and statistics, and is not counted. Compile with "
-            "tfmix.LossScaleOptimizer(optimizer.inner_optimizer) instead."
-        )
-    if _advise is not None and _needs_advice(model):
+    if _needs_advice(model):
         _advise(model)
 
 
@@ -156,12 +135,15 @@ def choose(
     """Wraps an optimizer as a model's dtypes require.
 
     float16 layers get loss scaling, bfloat16 layers a check that skips steps
-    that are not finite, and 16-bit variables float32 master weights. Existing
-    wrappers stay. If tfmix's loss-scale optimizer lacks master weights, they
-    are added inside it.
+    that are not finite, and 16-bit variables float32 master weights. tfmix's
+    wrappers stay. If its loss-scale optimizer lacks master weights, they are
+    added inside it. Keras's own goes, because it scales a loss that needs no
+    scale, and a step that it skips leaves NaN in metrics and statistics.
     """
     pure = layers.has_sixteen_bit_variables(model)
-    if isinstance(optimizer, optimizers.KerasScaler):
+    while type(optimizer) is optimizers.KerasScaler:
+        optimizer = optimizer.inner_optimizer
+    if isinstance(optimizer, scaling.LossScaleOptimizer):
         if pure:
             _add_masters(optimizer)
         return optimizer
@@ -198,25 +180,6 @@ def optimizer_in_files(
     return inner
 
 
-def refuse_two_scales(given: Any) -> None:
-    """Raises an error if a loss scale is inside another."""
-    if not isinstance(given, keras.optimizers.Optimizer):
-        return
-    scalers = [
-        optimizer
-        for optimizer in optimizers.chain(given)
-        if isinstance(optimizer, optimizers.KerasScaler)
-    ]
-    if len(scalers) > 1:
-        raise ValueError(
-            "`optimizer` holds two loss scales, one inside the other: the "
-            "gradients are divided by both, but the loss is multiplied only by "
-            f"the outer one. Received: optimizer={given!r} around "
-            f"{scalers[1]!r}. Remove the outer one: "
-            "`compile(optimizer.inner_optimizer, ...)`."
-        )
-
-
 def without_automatic(
     optimizer: keras.optimizers.Optimizer,
 ) -> keras.optimizers.Optimizer:
@@ -234,20 +197,18 @@ def _automatic(optimizer: Any) -> keras.optimizers.Optimizer:
     return optimizer
 
 
-def _add_masters(optimizer: optimizers.KerasScaler) -> None:
+def _add_masters(optimizer: scaling.LossScaleOptimizer) -> None:
     inner = optimizer.inner_optimizer
     if isinstance(inner, sixteen_bit_optimizer.SixteenBitOptimizer):
         return
-    ours = isinstance(optimizer, scaling.LossScaleOptimizer)
-    if not ours or optimizer.built:
-        name = type(inner).__name__
-        state = "is built already" if ours else "is Keras's own"
+    if optimizer.built:
         raise ValueError(
             "A model with 16-bit variables loses every update smaller than "
             "half a step of the format, unless its optimizer keeps float32 "
             f"masters. Received: optimizer={optimizer!r}, which has none and "
-            f"{state}. Compile with tfmix.LossScaleOptimizer("
-            f"tfmix.optimizers.MasterWeightOptimizer({name}(...)))."
+            "is built already. Compile with tfmix.LossScaleOptimizer("
+            f"tfmix.optimizers.MasterWeightOptimizer({type(inner).__name__}"
+            "(...)))."
         )
     optimizer.inner_optimizer = _automatic(
         master_weights.MasterWeightOptimizer(inner)

@@ -31,25 +31,12 @@ from tfmix.policy import policy as policies
 from tfmix.policy.devices import devices
 from tfmix.step import guard
 
-
-class _Silence:
-    """Reports no skipped steps."""
-
-    def fit(
-        self, model: keras.Model, fit: Callable, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Calls a model's `fit`."""
-        return fit(*args, **kwargs)
-
-    def begin(self, model: keras.Model) -> None:
-        """Does nothing where a run begins."""
-
-
-_reports: Any = _Silence()
+# Reports why steps of a `fit` were skipped.
+_reports: Any
 
 
 def report_skips(by: Any) -> None:
-    """Sets what reports why steps were skipped, in place of `_Silence`."""
+    """Sets what reports why steps were skipped."""
     global _reports
     _reports = by
 

@@ -28,7 +28,6 @@ from tfmix._keras import (
     op_places,
     replacing,
     tapes,
-    training,
 )
 from tfmix._keras import variables as keras_variables
 from tfmix._keras.replacing import COMPILE, LAYERS, OPS
@@ -126,14 +125,16 @@ LIST = (
         OPS,
         "A variable's 16-bit copy knows its float32 source.",
         [keras_variables.AUTOCAST],
-        tensors.noting_weights,
+        replacing.lazily(tensors.noting_weights),
     ),
     Replaced(
         OPS,
         "A layer's state is what float32 computes.",
         [keras_variables.ASSIGN],
-        functools.partial(
-            keras_variables.make_assign, exactly=fallback.assign_exactly
+        _under_policy(
+            functools.partial(
+                keras_variables.make_assign, exactly=fallback.assign_exactly
+            )
         ),
     ),
     Replaced(
@@ -141,12 +142,6 @@ LIST = (
         "A loop would keep float32 sums of all its steps.",
         layers.LOOPS,
         _under_policy(ways.in_time_steps),
-    ),
-    Replaced(
-        OPS,
-        "Regularizers and added losses exceed float16.",
-        training.PENALTIES,
-        _under_policy(tensors.with_float32_arguments),
     ),
     Replaced(
         OPS,

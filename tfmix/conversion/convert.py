@@ -56,6 +56,8 @@ class ConversionReport(_tables.Printed):
         policy: The policy that was applied.
         rows: One `Row` per layer, in the model's order.
         notes: Sentences to print below the table.
+        way_back: What `undo` calls; `None` after it, and for a copy whose
+            variables were cast.
 
     Examples:
         >>> row = Row("dense", "Dense", "float32", "mixed_float16", "")
@@ -67,7 +69,6 @@ class ConversionReport(_tables.Printed):
     policy: keras.DTypePolicy
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
-    # A copy whose variables were cast has no way back.
     way_back: layer_changes.Undo | None = None
 
     def undo(self) -> None:

@@ -93,18 +93,13 @@ def gains(depth: int, width: int) -> bool:
     return 1 / _ROWS + 1 / depth + 1 / width < _PAYS
 
 
-def _axes(layer: keras.Layer, rank: int | None = None) -> Any:
+def _axes(layer: keras.Layer) -> Any:
     """Returns the axes of a layer's product, `None` for other computations."""
-    equation = _equation(layer)
-    if rank is None:
-        rank = len(equation.split(",")[0].replace("...", ".").replace(" ", ""))
+    equation = getattr(layer, "equation", "...x,xy->...y")
+    rank = len(equation.split(",")[0].replace("...", ".").replace(" ", ""))
     shapes = (None,) * rank, layer.kernel.shape
     axes = contraction.of_op("einsum", [equation], {}, shapes, weight_at=1)
     return None if axes is None or axes.batch else axes
-
-
-def _equation(layer: keras.Layer) -> str:
-    return getattr(layer, "equation", "...x,xy->...y")
 
 
 def _ends(every: list[keras.Layer]) -> list[keras.Layer]:

@@ -91,13 +91,10 @@ class Gates:
 
     def enter(self, values: Sequence) -> list:
         """Returns the arrays for the code inside, in the same order."""
-        places = [n for n, value in enumerate(values) if self._passes(value)]
-        how = _Gate(True, (True,) * len(places), self._shared)
-        passed = self._pass(how, [values[n] for n in places])
-        inside = list(values)
-        for n, value in zip(places, passed, strict=True):
-            inside[n] = value
-        return inside
+        given = [*filter(self._passes, values)]
+        how = _Gate(True, (True,) * len(given), self._shared)
+        passed = iter(self._pass(how, given))
+        return [next(passed) if self._passes(x) else x for x in values]
 
     def _passes(self, value: Any) -> bool:
         # Nothing else has a gradient.
@@ -225,8 +222,7 @@ def _into(how: _Gate, *given: Any) -> list:
         _, down = power.of(of_results, [*of_losses], place, not how.fresh)
         chosen = jnp.stack([down, jnp.ones_like(down)], -1)
         known = jnp.where(known[..., 1:] == 0, chosen, known)
-    spread = functools.cache(functools.partial(_spread, 1 / _down(known)))
-    return [*(_times(spread, x) for x in arrays), known]
+    return [*_times(1 / _down(known), arrays), known]
 
 
 def _out_of(how: _Gate, *given: Any) -> list:
@@ -235,12 +231,8 @@ def _out_of(how: _Gate, *given: Any) -> list:
     *arrays, token, _, _ = given
     # XLA would otherwise repeat the division in every kernel that multiplies.
     down = kernels.kept_apart(_down(token))
-    # Each equation takes time to trace and to compile, so gradients of one
-    # shape share these arrays.
-    spread = functools.cache(functools.partial(_spread, down))
     # This is infinity, unless `down` is NaN. It stays inside a program.
-    lost = functools.cache(functools.partial(_spread, down + jnp.inf))
-    return [*(_unscaled(spread, lost, x) for x in arrays), token]
+    return [*_times(down, arrays, lost=down + jnp.inf), token]
 
 
 def _down(token: Any) -> Any:
@@ -292,13 +284,11 @@ def _pushed(
     down = _down(token)
     factor = 1 / down if how.enters else down
 
-    def scaled(x: Any) -> Any:
-        if isinstance(x, ad.Zero):
-            return x
-        wide = factor.reshape(factor.shape + (1,) * (x.ndim - factor.ndim))
-        return x * wide.astype(x.dtype)
-
-    return results, [*map(scaled, passed), of_token]
+    scaled = [
+        x if isinstance(x, ad.Zero) else x * _spread(factor, x.shape, x.dtype)
+        for x in passed
+    ]
+    return results, [*scaled, of_token]
 
 
 def _pulled(upstream: Sequence, *primals: Any, how: _Gate) -> list:
@@ -333,34 +323,26 @@ def _batched(values: Sequence, axes: Sequence, how: _Gate) -> tuple[list, list]:
     A gradient of many rows, such as that of a weight, needs one power.
     """
     by_row = (how.enters and how.backwards) or any(
-        axis is not None for axis in axes[-3:-1]
+        axis is not None for axis in axes[-3:]
     )
-    if not by_row:
-        # Those of the token come first.
-        inner = values[-2].ndim - 1
-        moved = [
-            value if axis is None else jnp.moveaxis(value, axis, inner)
-            for value, axis in zip(values[:-1], axes[:-1], strict=True)
-        ]
-        place = values[-1]
-        if axes[-1] is not None:
-            place = jnp.min(place, axes[-1])
-        results = _gate.bind(*moved, place, how=how)
-        new = [axis if axis is None else inner for axis in axes[:-3]]
-        return results, [*new, None]
-    (size, *_) = (
-        value.shape[axis]
-        for value, axis in zip(values, axes, strict=True)
-        if axis is not None
+    pairs = [*zip(values, axes, strict=True)]
+    size = next(x.shape[axis] for x, axis in pairs if axis is not None)
+    # Axes of the token come first.
+    place = 0 if by_row else values[-2].ndim - 1
+
+    def moved(x: Any, axis: int | None) -> Any:
+        if axis is not None:
+            return jnp.moveaxis(x, axis, place)
+        return jnp.broadcast_to(x, (size, *x.shape)) if by_row else x
+
+    results = _gate.bind(
+        *itertools.starmap(moved, pairs),
+        how=how._replace(depth=how.depth + by_row),
     )
-    rows = [
-        jnp.broadcast_to(value, (size, *value.shape))
-        if axis is None
-        else jnp.moveaxis(value, axis, 0)
-        for value, axis in zip(values, axes, strict=True)
-    ]
-    results = _gate.bind(*rows, how=how._replace(depth=how.depth + 1))
-    return results, [0] * len(results)
+    if by_row:
+        return results, [0] * len(results)
+    new = [None if axis is None else place for axis in axes[:-3]]
+    return results, [*new, None]
 
 
 _gate = jax.extend.core.Primitive("tfmix_gate")
@@ -377,23 +359,27 @@ def _is_float(value: Any) -> bool:
     return bool(jnp.issubdtype(value.dtype, jnp.inexact))
 
 
-def _unscaled(down: Callable, lost: Callable, array: Any) -> Any:
-    """Divides a gradient; numbers that are not finite become `lost`."""
-    is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
-    is_finite = jnp.isfinite if is_complex else lax.is_finite
-    overflow = lost(array.shape, array.dtype)
-    return lax.select(is_finite(array), _times(down, array), overflow)
-
-
-def _times(factor: Callable, array: Any) -> Any:
-    """Multiplies by a factor, which is a function of a shape and a dtype."""
-    # Float32 and wider dtypes hold every factor. Plain operations are used
-    # because those of `jnp` take a tenth of a step's tracing for hundreds of
-    # gradients.
-    dtype = jnp.promote_types(array.dtype, "float32")
-    wide = lax.convert_element_type(array, dtype)
-    product = lax.mul(wide, factor(array.shape, dtype))
-    return lax.convert_element_type(product, array.dtype)
+def _times(factor: Any, arrays: Sequence, lost: Any = None) -> list:
+    """Multiplies arrays; numbers that are not finite become `lost`, if any."""
+    # Each equation takes time to trace and to compile, so gradients of one
+    # shape share these arrays.
+    by = functools.cache(functools.partial(_spread, factor))
+    instead = functools.cache(functools.partial(_spread, lost))
+    made = []
+    for array in arrays:
+        # Float32 and wider dtypes hold every factor. Plain operations are used
+        # because those of `jnp` take a tenth of a step's tracing for hundreds
+        # of gradients.
+        shape, narrow = array.shape, array.dtype
+        dtype = jnp.promote_types(narrow, "float32")
+        wide = lax.convert_element_type(array, dtype)
+        new = lax.convert_element_type(lax.mul(wide, by(shape, dtype)), narrow)
+        if lost is not None:
+            is_complex = jnp.issubdtype(narrow, jnp.complexfloating)
+            is_finite = lax.is_finite(lax.abs(array) if is_complex else array)
+            new = lax.select(is_finite, new, instead(shape, narrow))
+        made.append(new)
+    return made
 
 
 def _spread(number: Any, shape: tuple, dtype: Any) -> Any:

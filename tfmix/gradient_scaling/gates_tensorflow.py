@@ -261,9 +261,9 @@ def _saying_why(down: Any, tensor: Any, lost: Callable) -> Any:
         product = tf.raw_ops.Mul(x=wide, y=down)
         result = select(condition=fine, t=product, e=largest)
     else:
-        finite = select(condition=fine, t=wide, e=largest)
+        safe = select(condition=fine, t=wide, e=largest)
         factor = select(condition=fine, t=down, e=by)
-        result = tf.raw_ops.Mul(x=finite, y=factor)
+        result = tf.raw_ops.Mul(x=safe, y=factor)
     return tensors.cast(result, tensor.dtype)
 
 

@@ -23,30 +23,27 @@ def checked(optimizer: Any) -> keras.optimizers.Optimizer:
         optimizer = keras.optimizers.get(dict(optimizer))
     elif isinstance(optimizer, str):
         optimizer = keras.optimizers.get(optimizer)
-    if isinstance(optimizer, type):
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(
-            "`inner_optimizer` must be an optimizer, not a class. Received: "
-            f"inner_optimizer={optimizer!r}. Write {optimizer.__name__}()."
+            "`inner_optimizer` must be a keras.optimizers.Optimizer of Keras "
+            '3, such as keras.optimizers.Adam(), or a name such as "adam". '
+            f"Received: inner_optimizer={optimizer!r} of type "
+            f"{type(optimizer).__name__}."
         )
-    if isinstance(optimizer, keras.optimizers.Optimizer):
-        return optimizer
-    raise TypeError(
-        "`inner_optimizer` must be a keras.optimizers.Optimizer of Keras 3, "
-        'such as keras.optimizers.Adam(), or a name such as "adam". Received: '
-        f"inner_optimizer={optimizer!r} of type {type(optimizer).__name__}."
-    )
+    if isinstance(optimizer, optimizers.KerasScaler):
+        raise ValueError(
+            "`inner_optimizer` scales the loss, which only the outermost "
+            "optimizer may: two scales would be divided out twice, and master "
+            f"weights need unscaled gradients. Received: inner_optimizer="
+            f"{optimizer!r}. Wrap the optimizer inside it, in the order "
+            "LossScaleOptimizer(MasterWeightOptimizer(Adam()))."
+        )
+    return optimizer
 
 
 def checked_to_scale(optimizer: Any) -> Any:
     """Returns the optimizer to wrap with a loss scale; see `checked`."""
     optimizer = checked(optimizer)
-    if isinstance(optimizer, optimizers.KerasScaler):
-        raise ValueError(
-            "`inner_optimizer` scales the loss already; a second scale would "
-            "be divided out twice. Received: inner_optimizer="
-            f"{optimizer!r}. Wrap the optimizer inside it: "
-            "LossScaleOptimizer(optimizer.inner_optimizer)."
-        )
     if optimizer.loss_scale_factor is not None:
         factor = optimizer.loss_scale_factor
         _messages.warn(

@@ -210,9 +210,9 @@ class LossScaleOptimizer(
                 from its ceiling to its floor in 24 steps.
 
         Raises:
-            LossScaleError: If two steps in a row are skipped and the scale is
-                at its floor, or that many at any scale. It names the variables
-                whose gradients were not finite and says what to change.
+            LossScaleError: If that many steps in a row were skipped. It names
+                the variables whose gradients were not finite and says what to
+                change.
         """
         limit = _arguments.count("max_consecutive_skips", max_consecutive_skips)
         standstill.check(self, limit)
@@ -343,12 +343,6 @@ class LossScaleOptimizer(
         if not grads:
             return
         variables = self.variables_of(grads, trainable_variables)
-        if all(gradient is None for gradient in grads):
-            raise ValueError(
-                "No gradients provided for any variable: all are None. Is the "
-                "loss computed from the model's variables, inside the "
-                "gradient tape?"
-            )
         guard.note_update(variables)
         unscaled = unscaled or context_values.block.get().takes_unscaled
         unscaled = unscaled or not self._takes_scaled(warns=True)
@@ -383,12 +377,6 @@ class LossScaleOptimizer(
             ValueError: If the optimizer is not built, the counts differ, or
                 the backend is TensorFlow.
         """
-        if keras.backend.backend() != "jax":
-            raise ValueError(
-                "`stateless_apply` needs the JAX backend; under TensorFlow "
-                "call `optimizer.apply(grads, variables)`. Received: "
-                f"backend={keras.backend.backend()!r}."
-            )
         with context_values.holding(takes_unscaled=unscaled):
             values: tuple[list, list] = (
                 keras.optimizers.Optimizer.stateless_apply(

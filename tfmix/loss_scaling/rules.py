@@ -10,7 +10,7 @@ import numpy as np
 from keras import ops
 
 from tfmix import _arguments
-from tfmix._keras import variables as keras_variables
+from tfmix._keras import variables
 
 
 class LossScaleState(NamedTuple):
@@ -85,10 +85,8 @@ class LossScale(abc.ABC):
         stored = state.scale
         initial = self.init()[0]
         # Any comparison with NaN is false.
-        positive = keras_variables.select(stored > 0, stored, initial)
-        return keras_variables.select(
-            positive <= _arguments.HIGHEST, positive, initial
-        )
+        is_usable = (stored > 0) & (stored <= _arguments.HIGHEST)
+        return variables.select(is_usable, stored, initial)
 
     def get_config(self) -> dict:
         """Returns the settings as keyword arguments of the constructor."""
@@ -201,28 +199,28 @@ class DynamicLossScale(LossScale):
         initial = np.float32(self.initial_scale)
         # NaN is the only value that does not equal itself.
         return self._bounded(
-            keras_variables.select(stored == stored, stored, initial)
+            variables.select(stored == stored, stored, initial)
         )
 
     def update(self, state: Any, finite: Any) -> LossScaleState:
         """Returns the state after a step; see the class for the rule."""
-        select = keras_variables.select
+        select = variables.select
         scale = self.current(state)
         good_steps = state.good_steps + 1
         overflows = state.overflows + 1
         grows = good_steps >= self.growth_steps
         shrinks = overflows >= self.hysteresis
         zero = good_steps * 0
-        grown = select(grows, self._bounded(scale * self.growth_factor), scale)
-        backoff = self._bounded(scale * self.backoff_factor)
+        grown = select(grows, scale * self.growth_factor, scale)
+        shrunk = select(shrinks, scale * self.backoff_factor, scale)
         return LossScaleState(
-            scale=select(finite, grown, select(shrinks, backoff, scale)),
+            scale=self._bounded(select(finite, grown, shrunk)),
             good_steps=select(finite, select(grows, zero, good_steps), zero),
             overflows=select(finite, overflows * 0, overflows),
         )
 
     def _bounded(self, scale: Any) -> Any:
-        if keras_variables.is_known(scale):
+        if variables.is_known(scale):
             return np.float32(min(max(scale, self.min_scale), self.max_scale))
         return ops.clip(scale, self.min_scale, self.max_scale)
 
@@ -300,11 +298,7 @@ def _store(loss_scale: LossScale, name: str, value: float | int) -> None:
 
 def _constant_like(number: np.float32, like: Any) -> Any:
     """Returns the number in the form of `like`: a number or a tensor."""
-    return (
-        number
-        if keras_variables.is_known(like)
-        else ops.convert_to_tensor(number)
-    )
+    return number if variables.is_known(like) else ops.convert_to_tensor(number)
 
 
 def from_arguments(

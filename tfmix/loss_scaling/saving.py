@@ -18,7 +18,6 @@ from tfmix._keras import variables as keras_variables
 # Keras's scaler saves these before the inner optimizer's variables. It does
 # not use the first two, and has no others until it is built.
 _KERAS_OWN = ("iteration", "learning_rate", "step_counter", "dynamic_scale")
-_COUNTS = "overflow_counts"
 
 
 class OwnState(optimizers.Saveable):
@@ -37,18 +36,12 @@ class OwnState(optimizers.Saveable):
         self.assign({name: np.asarray(store[name]) for name in store.keys()})
 
     def assign(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Sets variables by name; what an older file lacks keeps its value."""
-        own = {variable.name: variable for variable in self._variables()}
-        counts = own.get(_COUNTS)
-        if _COUNTS in arrays:
-            trained = () if counts is None else tuple(counts.shape)
-            if arrays[_COUNTS].shape != trained:
-                # `read` has said that the state is that of other variables.
-                return
-        names = [name for name in arrays if name in own]
-        keras_variables.assign_all(
-            [own[name] for name in names], [arrays[name] for name in names]
-        )
+        """Sets variables by name; what a file lacks keeps its value."""
+        for variable in self._variables():
+            array = arrays.get(variable.name)
+            # The counts may be those of other variables, as `read` has said.
+            if array is not None and array.shape == tuple(variable.shape):
+                variable.assign(array)
 
 
 def write(store: Any, optimizer: keras.optimizers.Optimizer) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from tfmix import _messages
-from tfmix.loss_scaling import errors, rules
+from tfmix.loss_scaling import errors
 
 # A scale that falls from its first value to its best one skips fewer steps.
 AFTER = 8
@@ -52,20 +52,11 @@ def check(optimizer: Any, limit: int) -> None:
         LossScaleError: If training is stuck. It names the variables whose
             gradients were not finite and says what to change.
     """
-    skips, rule = optimizer.consecutive_skips, optimizer.rule
-    is_dynamic = isinstance(rule, rules.DynamicLossScale)
-    floor = rule.lowest_scale if is_dynamic else 0.0
-    # One skip at the floor is a bad batch, but no scale saves two in a row.
-    if skips > 1 and optimizer.loss_scale <= floor:
-        where = f", and their scale has reached its floor, {floor:g}"
-    elif skips >= limit:
-        where = ""
-    else:
-        return
-    raise errors.LossScaleError(
-        f"{idle(skips).capitalize()}: the gradients were not finite{where}.\n"
-        f"{_what_to_do(optimizer.overflow_counts)}"
-    )
+    if (skips := optimizer.consecutive_skips) >= limit:
+        raise errors.LossScaleError(
+            f"{idle(skips).capitalize()}: the gradients were not finite.\n"
+            f"{_what_to_do(optimizer.overflow_counts)}"
+        )
 
 
 def _what_to_do(counts: Mapping[str, int]) -> str:

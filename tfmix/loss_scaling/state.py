@@ -62,7 +62,7 @@ class Values(NamedTuple):
             scale = rule.update(scale, applied)
         if is_data is not False:
             pairs = zip(self.scale, scale, strict=True)
-            scale = type(scale)(*(select(is_data, *pair) for pair in pairs))
+            scale = type(scale)(*[select(is_data, *pair) for pair in pairs])
             of_data = select(is_data, 1, 0)
         in_a_row = self.consecutive_skips
         # An operation of an eager good step would only take time.
@@ -151,7 +151,7 @@ class State:
                 boolean scalar tensor. `None` if the scale does not move.
         """
         read = keras_variables.reader()
-        rest = (None if each is None else read(each) for each in self.held[1:])
+        rest = [None if each is None else read(each) for each in self.held[1:]]
         before = Values(self.scale_by(read), *rest)
         rule, of_data = None if is_data is None else self.rule, False
         if is_data is not None and applied is not True:

@@ -46,19 +46,20 @@ def alike(original: Callable, block_as_now: Callable[[], Block]) -> Callable:
         # What it calls has no say in its gradient, unless that runs now.
         runs_again = is_linear and now.power is not None
         within = now.gates if runs_again else None
+        is_users = now.gates is not None and not is_linear
+        unscales = is_users and now.gates.reach()
+        if is_users and not unscales:
+            custom_vjp.say_scaled()
 
         @functools.wraps(f)
         def function(*args: Any, **kwargs: Any) -> tuple[Any, Callable]:
             with context_values.holding(gates=within):
                 result, gradient = f(*args, **kwargs)
-                return result, _as_now(gradient, block)
+                return result, _as_now(gradient, block, unscales)
 
-        if now.gates is None or is_linear:
-            return original(function, args, kwargs)
-        if not now.gates.reach():
-            custom_vjp.say_scaled()
-            return original(function, args, kwargs)
-        return _in_float32(original, function, args, kwargs)
+        if unscales:
+            return _in_float32(original, function, args, kwargs)
+        return original(function, args, kwargs)
 
     return record
 
@@ -78,8 +79,8 @@ def _in_float32(
     def called(*args: Any, **kwargs: Any) -> tuple[Any, Callable]:
         # It reads variables in float32, too.
         with global_state.as_called((*state[:2], None)):
-            result, gradient = function(*args, **kwargs)
-        return result, _unscaled(gradient)
+            made: tuple[Any, Callable] = function(*args, **kwargs)
+        return made
 
     wide, keywords = tf.nest.map_structure(tensors.to_float32, given)
     result = original(called, wide, keywords)
@@ -88,24 +89,6 @@ def _in_float32(
     return tf.nest.map_structure(
         lambda x: tensors.narrow(x, narrow[0].name), result
     )
-
-
-def _unscaled(gradient: Callable) -> Callable:
-    """Returns a gradient function for gradients inside, from a user's."""
-
-    def run(*upstream: Any, **variables: Any) -> Any:
-        by = context_values.block.get().power
-        if by is None:
-            return gradient(*upstream, **variables)
-        with context_values.holding(power=None):
-            true = [_times(by.down, x) for x in upstream]
-            found = gradient(*true, **variables)
-        return tf.nest.map_structure(functools.partial(_times, by.up), found)
-
-    # TensorFlow looks for an argument `variables`. mypy does not know this
-    # attribute of functions.
-    vars(run)["__signature__"] = inspect.signature(gradient)
-    return run
 
 
 def _times(factor: Any, gradient: Any) -> Any:
@@ -119,27 +102,38 @@ def _times(factor: Any, gradient: Any) -> Any:
     return wide * tf.cast(factor, wide.dtype)
 
 
-def _as_now(gradient: Callable, block: Block) -> Callable:
+def _as_now(gradient: Callable, block: Block, unscales: bool) -> Callable:
     """Returns a function that runs with the settings of the current call.
 
     Args:
         gradient: The function.
         block: Opens a block with the replacements of the call.
+        unscales: Whether the function gets unscaled gradients. It returns the
+            user's, which are scaled again.
     """
     state, settings = global_state.call_state(), contextvars.copy_context()
 
     def as_called(now: context_values.Block, args: Any, kwargs: Any) -> Any:
+        power = None if unscales else now.power
         with (
             block(),
             global_state.as_called(state),
-            context_values.holding(power=now.power, gates=now.gates),
+            context_values.holding(power=power, gates=now.gates),
         ):
             return gradient(*args, **kwargs)
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*upstream: Any, **variables: Any) -> Any:
         now = context_values.block.get()
+        by = now.power if unscales else None
+        if by is not None:
+            upstream = tuple(_times(by.down, x) for x in upstream)
         # A context cannot be entered twice at a time, as second order would.
-        return settings.copy().run(as_called, now, args, kwargs)
+        found = settings.copy().run(as_called, now, upstream, variables)
+        if by is None:
+            return found
+        return tf.nest.map_structure(functools.partial(_times, by.up), found)
 
+    # TensorFlow looks for an argument `variables`. mypy does not know this
+    # attribute of functions.
     vars(run)["__signature__"] = inspect.signature(gradient)
     return run

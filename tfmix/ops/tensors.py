@@ -266,17 +266,6 @@ def before_cast(x: Any) -> Any:
     return x if noted is None or noted.is_weight else noted.source
 
 
-def with_float32_arguments(method: Callable) -> Callable:
-    """Returns a method that takes 16-bit tensors in float32, as penalties."""
-
-    @functools.wraps(method)
-    def take(self: Any, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = map_leaves((args, kwargs), to_float32_with_notes)
-        return method(self, *args, **kwargs)
-
-    return take
-
-
 def map_leaves(nest: Any, function: Callable[[Any], Any]) -> Any:
     """Applies a function to the leaves of lists, tuples and dicts.
 

@@ -15,7 +15,7 @@ from keras import ops
 from tfmix._keras import kernels
 from tfmix.optimizers import bits
 
-# A block has this many numbers at least, except at the end of a vector.
+# A block is a row, or its fewest last axes with this many numbers.
 BLOCK = 256
 # With this noise, one half, numbers are rounded to nearest.
 NEAREST = -(2**31)
@@ -69,7 +69,7 @@ def encode(value: Any, code: Code, noise: Any) -> tuple[Any, Any]:
     """Returns the codes of a float32 tensor, and the scales of its blocks.
 
     Args:
-        value: Tensor of any shape.
+        value: Tensor of at least two axes.
         code: The 8-bit format.
         noise: Int32 tensor, as `noise.noise` draws it for stochastic
             rounding, or `NEAREST`; or a function that returns one for an
@@ -126,42 +126,23 @@ def decode(codes: Any, scales: Any, code: Code) -> Any:
 
 def blocks_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the shape of the scales of a tensor's blocks."""
-    axis = _first_axis(shape)
-    return tuple(shape[:axis]) or (-(-math.prod(shape) // BLOCK),)
-
-
-def _first_axis(shape: tuple[int, ...]) -> int:
-    """Returns the first of the axes that make up a block, or 0.
-
-    With 0, blocks are pieces of the flat tensor, as for a vector.
-    """
     # Whole axes keep the layout that a compiler chose. A TPU would copy a
     # tensor to cut its last axis, and often it stores another axis as the last.
-    axis = max(len(shape) - 1, 0)
-    while axis and math.prod(shape[axis:]) < BLOCK:
+    axis = len(shape) - 1
+    while axis > 1 and math.prod(shape[axis:]) < BLOCK:
         axis -= 1
-    return axis
+    return tuple(shape[:axis])
 
 
 def _largest(words: Any) -> Any:
     """Returns the largest integer of each block."""
     # The bits of positive floats have the same order. Comparing integers lets a
     # CPU compare many at once.
-    if not _first_axis(words.shape):
-        count = math.prod(words.shape)
-        words = ops.reshape(words, (count,))
-        words = ops.pad(words, [(0, -count % BLOCK)])
-        words = ops.reshape(words, (-1, BLOCK))
-    axes = range(_first_axis(words.shape), len(words.shape))
-    return ops.max(words, axis=tuple(axes))
+    first = len(blocks_shape(words.shape))
+    return ops.max(words, axis=tuple(range(first, len(words.shape))))
 
 
 def _spread(scales: Any, shape: tuple[int, ...]) -> Any:
     """Returns a tensor that broadcasts to each number's scale."""
-    axis = _first_axis(shape)
-    if axis:
-        return ops.reshape(scales, (*shape[:axis], *[1] * (len(shape) - axis)))
-    whole = (scales.shape[0], BLOCK)
-    flat = ops.broadcast_to(ops.expand_dims(scales, 1), whole)
-    flat = ops.reshape(flat, (-1,))[: math.prod(shape)]
-    return ops.reshape(flat, shape)
+    ones = [1] * (len(shape) - len(scales.shape))
+    return ops.reshape(scales, (*scales.shape, *ones))

@@ -20,9 +20,11 @@ _WIDE = ("average", "gradient_accumulator")
 _WEIGHTS = {"ScheduleFreeAdamW": "momentum", "Ftrl": "linear"}
 # Second moments are never negative. Keras's optimizers give them these names.
 _SECOND_MOMENTS = re.compile("velocity|accumul|norm|squared")
-# Variables with fewer elements save too little memory. Embeddings, which have
-# this in their paths, have gradients that differ most from row to row.
-SMALL, _RARE = 4096, "embedding"
+# Variables with fewer elements save too little memory, and so do those with
+# rows that are shorter, such as vectors: a scale takes four bytes. Embeddings,
+# which have this in their paths, have gradients that differ most from row to
+# row.
+SMALL, SHORT, _RARE = 4096, 32, "embedding"
 
 
 def keeps_float32(variable: keras.Variable) -> bool:
@@ -30,7 +32,8 @@ def keeps_float32(variable: keras.Variable) -> bool:
     # The names of the layer and the variable count, not the model's.
     names = variable.path.split("/")[-2:]
     is_small = math.prod(variable.shape) < SMALL
-    return is_small or any(_RARE in name for name in names)
+    is_short = math.prod(variable.shape[1:]) < SHORT
+    return is_small or is_short or any(_RARE in name for name in names)
 
 
 def _stays_wide(optimizer: Any, name: str | None) -> bool:

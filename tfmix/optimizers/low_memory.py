@@ -17,16 +17,16 @@ class LowMemoryOptimizer(wrapper.OptimizerWrapper):
     `BFloat16Optimizer`. Both moments of Adam take 2.03 bytes per weight instead
     of 8. Each number is an 8-bit float, signed for means and unsigned for
     second moments, in blocks that share a scale (after arXiv 2110.02861, which
-    uses a table of codes). A block is one row of a kernel, or its fewest last
+    uses a table of codes). A block is a row of a kernel, or its fewest last
     axes with 256 numbers. A step computes in float32, rounds its new state
     stochastically, and updates weights from the rounded state. (A second moment
     moves by 0.1 % a step, which rounding to nearest would drop.)
 
-    Variables with fewer than 4096 elements, which would save little, and
-    embeddings, whose rare rows have gradients of other sizes, keep float32
-    state. So does state from which weights are computed in each step:
-    ScheduleFreeAdamW's momentum, Ftrl's `linear`; and state of another shape,
-    such as Adafactor's.
+    Some state stays float32: that of small variables (fewer than 4096 elements,
+    or rows of fewer than 32, such as vectors) and of embeddings, whose rare
+    rows have gradients of other sizes; state from which weights are computed in
+    each step (ScheduleFreeAdamW's momentum, Ftrl's `linear`); and state of
+    another shape than its variable's, such as Adafactor's.
 
     Args:
         inner_optimizer: One of Keras's optimizers, its name or config, whose

@@ -30,7 +30,8 @@ class OptimizerWrapper(
     seed_variable: keras.Variable | None = None
 
     def __init__(self, inner_optimizer: Any, name: str | None = None) -> None:
-        inner_optimizer = self._checked(inner_optimizer)
+        inner_optimizer = inner_attributes.checked(inner_optimizer)
+        self._check_not_built(inner_optimizer)
         super().__init__(learning_rate=0.0, name=name)
         self.inner_optimizer = inner_optimizer
 
@@ -137,22 +138,6 @@ class OptimizerWrapper(
         seed = ops.convert_to_tensor(self.seed_variable) + offset
         step = ops.cast(self.iterations, "int32")
         return noise.noise(shape, seed, stream, step)
-
-    def _checked(
-        self, optimizer: keras.optimizers.Optimizer | str | dict
-    ) -> keras.optimizers.Optimizer:
-        """Returns the optimizer to wrap; raises an error if it does not fit."""
-        wrapper = type(self).__name__
-        optimizer = inner_attributes.checked(optimizer)
-        if isinstance(optimizer, optimizers.KerasScaler):
-            raise ValueError(
-                f"{wrapper} goes inside the loss-scale optimizer, where "
-                "gradients are unscaled and finite. Received: inner_optimizer="
-                f"{type(optimizer).__name__}. Write LossScaleOptimizer("
-                f"{wrapper}(optimizer)) instead."
-            )
-        self._check_not_built(optimizer)
-        return optimizer
 
     def _check_not_built(self, optimizer: optimizers.Optimizer) -> None:
         for nested in optimizers.with_nested(optimizer):

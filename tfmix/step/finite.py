@@ -119,7 +119,7 @@ def _dense(tensor: Any) -> Any:
         return tensor
     # The optimizer sums the values of a row. No partial sum exceeds the sum of
     # all magnitudes.
-    return ops.sum(ops.abs(widened(found)))
+    return ops.sum(ops.abs(tensors.to_float32(found)))
 
 
 def apply_step(
@@ -315,13 +315,15 @@ def unscaled(grads: Sequence, variables: Sequence, scale: Any = None) -> list:
         # otherwise the product rounds once more.
         return tensor * reciprocal(tensor.dtype)
 
-    def true(gradient: Any, variable: Any) -> Any:
-        if gradient is None or keras_variables.is_overwritten(variable):
-            return gradient
-        wide = widened(gradient)
+    def true(gradient: Any) -> Any:
+        wide = _on_values(tensors.to_float32, gradient)
         return wide if scale is None else _on_values(divided, wide)
 
-    return [*map(true, grads, variables)]
+    kept = [*map(keras_variables.is_overwritten, variables)]
+    return [
+        gradient if gradient is None or is_kept else true(gradient)
+        for gradient, is_kept in zip(grads, kept, strict=True)
+    ]
 
 
 def without_infinities(tensor: Any) -> Any:
@@ -342,12 +344,6 @@ def _on_values(function: Callable[[Any], Any], tensor: Any) -> Any:
     return type(tensor)(found, tensor.indices, tensor.dense_shape)
 
 
-def widened(gradient: Any) -> Any:
-    """Returns a gradient, dense or sparse, in float32 if it was 16-bit."""
-    narrow = keras_variables.is_narrow(gradient)
-    return _on_values(tensors.to_float32, gradient) if narrow else gradient
-
-
 def keep_overflow_visible(gradients: Sequence) -> list[bool]:
     """Returns which gradients say why they are not finite.
 
@@ -361,8 +357,12 @@ def keep_overflow_visible(gradients: Sequence) -> list[bool]:
     """
     if tracing.by_xla():
         return [True] * len(gradients)
-    sizes = [x.shape.num_elements() for x in gradients]
-    small = [size is None or size <= _SMALL for size in sizes]
+    if tracing.trace() == tracing.EAGER:
+        # Each operation takes as long as one of a small model.
+        small = [len(x.shape) < 2 for x in gradients]
+    else:
+        sizes = [x.shape.num_elements() for x in gradients]
+        small = [size is None or size <= _SMALL for size in sizes]
     return small if any(small) else [True] * len(gradients)
 
 
@@ -388,12 +388,10 @@ def blames_data(
     Returns:
         Boolean scalar tensor; `False` if there is no gradient.
     """
-    numbers = [
-        values(gradient)
-        for gradient, variable in zip(gradients, variables, strict=True)
-        if not (gradient is None or keras_variables.is_overwritten(variable))
-    ]
-    numbers = [value for value in numbers if 0 not in tuple(value.shape)]
+    kept = map(keras_variables.is_overwritten, variables)
+    pairs = zip(gradients, [*kept], strict=True)
+    numbers = [x for x, is_kept in pairs if x is not None and not is_kept]
+    numbers = [x for x in map(values, numbers) if 0 not in tuple(x.shape)]
     says_why = keep_overflow_visible(numbers)
     numbers = [*itertools.compress(numbers, says_why)]
     if not numbers:
@@ -402,10 +400,10 @@ def blames_data(
     # may belong to the one head whose loss is not finite. Scalars fuse with the
     # update of the rule, so they add no kernel. If the gradient were flattened
     # first, a TPU would copy all of it.
-    first, last = (
+    first, last = [
         ops.isnan(ops.reshape(value[(slice(1),) * len(value.shape)], ()))
         for value in (numbers[0], numbers[-1])
-    )
+    ]
     return both(first, last)
 
 

@@ -202,31 +202,27 @@ class Counter:
     """
 
     def __init__(self) -> None:
-        self._counts: Any = None
-
-    @property
-    def variables(self) -> list[keras.Variable]:
-        """The variable with the counts, once it exists."""
-        return [] if self._counts is None else [self._counts]
+        # The variable with the counts, once it exists.
+        self.variables: list[keras.Variable] = []
 
     def read(self) -> list:
         """Returns both counts; creates the variable."""
-        if self._counts is None:
+        if not self.variables:
             replicas.once_for_all(self._create)
-        with replicas.one_replica([self._counts]):
-            counts = keras_variables.read(self._counts)
+        with replicas.one_replica(self.variables):
+            counts = keras_variables.read(self.variables[0])
         return [counts[0], counts[1]]
 
     def add(self, applied: Any) -> None:
         """Counts one `apply`."""
         flags = ops.stack([applied, ops.logical_not(applied)])
-        with replicas.one_replica([self._counts]):
-            self._counts.assign_add(ops.cast(flags, "int32"))
+        with replicas.one_replica(self.variables):
+            self.variables[0].assign_add(ops.cast(flags, "int32"))
 
     def _create(self) -> None:
-        self._counts = keras.Variable(
-            np.zeros(2), "zeros", "int32", trainable=False
-        )
+        zeros = np.zeros(2)
+        counts = keras.Variable(zeros, "zeros", "int32", trainable=False)
+        self.variables.append(counts)
 
 
 class _Guard:
@@ -296,7 +292,11 @@ class _Guard:
         """Makes every `apply` inside a block report to one step."""
         if self.asked_for:
             _check_optimizer(self._model)
-        is_own, outside = training.has_own_step(self._model), current_step()
+        # Keras's own scaler applies in a branch, whose tensors end with it.
+        is_own = training.has_own_step(self._model) or (
+            type(self._model.optimizer) is optimizers.KerasScaler
+        )
+        outside = current_step()
         counter = self._counter if is_own else None
         if outside is not None:
             # What happens in this step happens in that one, too.
@@ -333,7 +333,9 @@ class _Guard:
             )
 
         applied, skipped = outcome
-        watched = pairs(v for v in self._watched() if id(v) not in step.updated)
+        watched = pairs(
+            [v for v in self._watched() if id(v) not in step.updated]
+        )
         with replicas.one_replica(self._model.metrics_variables):
             stays = ops.logical_not(skipped)
             if not step.is_own:
@@ -346,12 +348,12 @@ class _Guard:
             # known to be bad if something became NaN. Sums of gradients that it
             # has made NaN stay NaN, so that the later `apply` skips them and
             # counts that.
-            statistics = pairs(
+            of_layers = [
                 variable
                 for layer in self._model.layers
                 for variable in layer.non_trainable_variables
-                if keras_variables.is_state(variable)
-            )
+            ]
+            statistics = pairs([*filter(keras_variables.is_state, of_layers)])
             finite.restore_unless(_none_lost(statistics), statistics)
             reported = pairs(self._reported())
             shown = ops.logical_or(every_applied, _none_lost(reported))

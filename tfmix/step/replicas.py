@@ -6,9 +6,9 @@ are summed first. Then every replica takes its step by itself, on its own copies
 and without a strategy.
 """
 
+import collections
 import contextlib
 import functools
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -22,10 +22,7 @@ if keras.backend.backend() == "tensorflow":
 
 # Under these strategies variables do not live on the replicas, so that a joint
 # step cannot be skipped.
-_REFUSED = {
-    "ParameterServerStrategy": "its workers update shared variables separately",
-    "CentralStorageStrategy": "its variables are not copied to each replica",
-}
+_REFUSED = "ParameterServerStrategy", "CentralStorageStrategy"
 
 
 def check_strategy(strategy: Any = None) -> None:
@@ -33,12 +30,11 @@ def check_strategy(strategy: Any = None) -> None:
     if keras.backend.backend() != "tensorflow":
         return
     name = type(strategy or tf.distribute.get_strategy()).__name__
-    reason = _REFUSED.get(re.sub(r"V\d$", "", name))
-    if reason is not None:
+    if name.startswith(_REFUSED):
         raise ValueError(
-            f"tfmix cannot scale the loss under {name}: {reason}, so "
-            "the replicas could not skip a step together. Use "
-            "MirroredStrategy, MultiWorkerMirroredStrategy, "
+            f"tfmix cannot scale the loss under {name}: its variables do not "
+            "live on the replicas, so these could not skip a step together. "
+            "Use MirroredStrategy, MultiWorkerMirroredStrategy, "
             "OneDeviceStrategy or TPUStrategy."
         )
 
@@ -92,20 +88,21 @@ def sum_gradients(grads: Sequence, variables: Sequence) -> list:
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
         return result
-    maxed = {n for n in present if keras_variables.is_overwritten(variables[n])}
-    # There is no reduction by maximum, so each replica adds its own row.
-    sent = [
-        _as_row(grads[n]) if n in maxed else _gathered(grads[n])
-        for n in present
-    ]
+    sums: dict[Any, list[int]] = collections.defaultdict(list)
+    for n in present:
+        if keras_variables.is_overwritten(variables[n]):
+            rows = context.all_gather(grads[n][tf.newaxis], axis=0)
+            result[n] = _largest(rows)
+        else:
+            result[n] = _gathered(grads[n])
+            sums[result[n].dtype].append(n)
     # Tensors of one reduction are packed into a vector, so they share a dtype.
-    for dtype in dict.fromkeys(tensor.dtype for tensor in sent):
-        alike = [i for i, tensor in enumerate(sent) if tensor.dtype == dtype]
-        sums = context.all_reduce(
-            tf.distribute.ReduceOp.SUM, [sent[i] for i in alike]
+    for alike in sums.values():
+        totals = context.all_reduce(
+            tf.distribute.ReduceOp.SUM, [result[n] for n in alike]
         )
-        for n, total in zip([present[i] for i in alike], sums, strict=True):
-            result[n] = _largest(total) if n in maxed else total
+        for n, total in zip(alike, totals, strict=True):
+            result[n] = total
     return result
 
 
@@ -114,15 +111,6 @@ def _gathered(gradient: Any) -> Any:
     if isinstance(gradient, tf.IndexedSlices) and gradient.dtype == tf.bfloat16:
         return tf.cast(gradient, tf.float32)
     return gradient
-
-
-def _as_row(tensor: Any) -> Any:
-    """Returns a matrix of zeros that has the tensor in this replica's row."""
-    context = tf.distribute.get_replica_context()
-    rows = tf.range(context.num_replicas_in_sync)
-    mine = tf.equal(rows, context.replica_id_in_sync_group)
-    mine = tf.reshape(mine, [-1] + [1] * len(tensor.shape))
-    return tf.where(mine, tensor[tf.newaxis], tf.zeros((), tensor.dtype))
 
 
 def _largest(rows: Any) -> Any:

@@ -251,8 +251,8 @@ _CONVERT: _Options = {
     "--overwrite": _flag("replace an existing file"),
 }
 _DEMO: _Options = {
-    "--epochs": {"type": int, "help": "passes over the data"},
-    "--seeds": {"type": int, "help": "runs per policy"},
+    "--epochs": {"type": int, "default": 6, "help": "passes over the data"},
+    "--seeds": {"type": int, "default": 2, "help": "runs per policy"},
 }
 _RUN: _Options = {
     "--policy": _policy(

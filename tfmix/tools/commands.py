@@ -123,17 +123,11 @@ def _loaded(path: pathlib.Path) -> keras.Model:
 def run_convert(options: argparse.Namespace) -> Outcome:
     """Converts a saved model and saves the result."""
     target = options.target
-    if target.suffix != ".keras":
-        raise ValueError(
-            f"The converted model is written in Keras's own format. Received: "
-            f"target={str(target)!r}. Give it a name that ends in `.keras`."
-        )
     if target.exists() and not options.overwrite:
         raise ValueError(
             f"{str(target)!r} exists already. Give another name, or "
             "`--overwrite`."
         )
-    _check_folder(target)
     model = load_model(options.source, compiled=not options.inference)
     with _messages.silenced():
         # Its messages are part of its report, which is printed.
@@ -160,9 +154,7 @@ def run_demo(options: argparse.Namespace) -> Outcome:
             "The demo needs the module 'sklearn', whose digits it learns. Run "
             "`pip install scikit-learn`."
         )
-    given = {"epochs": options.epochs, "seeds": options.seeds}
-    settings = {name: v for name, v in given.items() if v is not None}
-    report = demo.run(quiet=options.json, **settings)
+    report = demo.run(options.epochs, options.seeds, quiet=options.json)
     return Outcome(report, report.to_dict(), report.healthy)
 
 
@@ -183,15 +175,6 @@ def _reading(path: pathlib.Path, advice: str) -> Iterator[None]:
             f"Cannot load {str(path)!r}: {type(error).__name__}: {error} "
             f"{advice}"
         ) from error
-
-
-def _check_folder(path: pathlib.Path) -> None:
-    """Refuses an output file whose folder is missing."""
-    if not path.parent.is_dir():
-        raise ValueError(
-            f"There is no folder {str(path.parent)!r} to write {path.name!r} "
-            "in. Make it first, or give another path."
-        )
 
 
 def read_batch(path: pathlib.Path) -> tuple[Any, Any]:

@@ -1,8 +1,6 @@
 """LossScaleMonitor shows the scale and the skips, and stops a stuck run."""
 
-import copy
 import csv
-import logging
 
 import keras
 import numpy as np
@@ -66,17 +64,6 @@ def test_the_progress_bar_shows_the_scale_and_counts(capsys):
     assert out.count("skipped_steps: ") > out.count("applied_steps: ") == 1
 
 
-def test_a_warning_begins_on_a_new_line(capsys, monkeypatch):
-    model, seen = compiled(loss_scale=rules.FixedLossScale(8.0)), []
-    monkeypatch.setattr(
-        logging.getLogger("absl"),
-        "handle",
-        lambda record: seen.append(capsys.readouterr().out),
-    )
-    fit(model, Monitor(every=1), batches(6, bad=range(5)), verbose=1)
-    assert [text[-1:] for text in seen] == ["\n"]
-
-
 @pytest.mark.costly
 @pytest.mark.parametrize(
     ("every", "steps"), [(1, range(6)), (2, [0, 2, 4, 5]), (9, [0, 5])]
@@ -114,12 +101,6 @@ def test_between_readings_nothing_is_copied_to_the_host(monkeypatch):
     assert len(reads) <= 8
 
 
-def test_keras_keeps_its_asynchronous_dispatch():
-    without = keras.callbacks.CallbackList([])
-    container = keras.callbacks.CallbackList([Monitor()])
-    assert container._async_train == without._async_train
-
-
 def test_a_stuck_run_is_stopped_with_the_variable_named():
     stuck = {"loss_scale": rules.FixedLossScale(8.0)}
     monitor = Monitor(every=1, max_consecutive_skips=5)
@@ -150,45 +131,6 @@ def test_a_model_without_loss_scaling_trains_with_one_warning(own, caplog):
 def test_numbers_below_one_are_refused(name, value, error):
     with pytest.raises(error, match=f"{name}={value}"):
         Monitor(**{name: value})
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("after", [False, True])
-def test_the_monitor_can_be_copied_as_tuners_do(after):
-    monitor = Monitor()
-    if after:
-        fit(compiled(), monitor, batches(3))
-    copied = copy.deepcopy(monitor)
-    assert copied.every == monitor.every
-    fit(compiled(), copied, batches(3))
-    assert copied.timeline[-1].loss_scale == 2.0**15
-
-
-def test_a_resumed_run_continues_the_optimizers_step_count(tmp_path):
-    def train(epochs, monitor):
-        model = compiled()
-        backup = keras.callbacks.BackupAndRestore(
-            tmp_path / "backup", delete_checkpoint=False
-        )
-        data = batches(5, bad=[1])
-        fit(model, monitor, data, callbacks=[backup], epochs=epochs)
-
-    train(2, Monitor())
-    resumed = Monitor()
-    train(3, resumed)
-    assert [reading.step for reading in resumed.timeline] == [10, 15]
-
-
-def test_keras_writes_the_curves_for_tensorboard(tmp_path):
-    monitor = Monitor(every=2)
-    writer = helpers.tensorboard(tmp_path, update_freq=1)
-    data = batches(4, bad=[0])
-    history = fit(compiled(), monitor, data, callbacks=[writer], epochs=2)
-    found = helpers.curves(tmp_path / "train")
-    for name in ("loss_scale", "skipped_steps", "applied_steps"):
-        assert list(found[f"epoch_{name}"].values()) == history[name]
-    # There are curves of batches as well.
-    assert found["batch_loss_scale"][3] == 2.0**14
 
 
 class Adversaries(keras.Model):

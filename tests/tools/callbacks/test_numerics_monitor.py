@@ -4,8 +4,6 @@ import keras
 import numpy as np
 import pytest
 
-from tests import helpers
-from tests.tools.diagnostics import faults
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.tools.callbacks import numerics_monitor
 
@@ -123,28 +121,6 @@ def test_a_model_that_cannot_be_sampled_trains_with_one_warning(caplog):
     train(model, Monitor(every=1))
     (text,) = [text for text in caplog.messages if "is off" in text]
     assert "No layer computes in 16 bit" in text
-
-
-@pytest.mark.slow
-@helpers.requires_backend("tensorflow")
-def test_the_first_replica_of_a_mirrored_run_is_sampled():
-    with helpers.mirrored_strategy().scope():
-        keras.utils.set_random_seed(3)
-        layers = [
-            keras.layers.Dense(8, "relu", dtype="mixed_float16"),
-            faults.Loud(name="loud", dtype="mixed_float16"),
-            faults.Quiet(dtype="mixed_float16"),
-            keras.layers.Dense(1, dtype="float32"),
-        ]
-        model = keras.Sequential([keras.Input((4,)), *layers])
-        optimizer = scaling.LossScaleOptimizer(keras.optimizers.SGD(1e-3))
-        model.compile(optimizer, "mse", jit_compile=False)
-    monitor = Monitor(every=4)
-    train(model, monitor)
-    assert [(event.step, event.layer) for event in monitor.events] == [
-        (0, "loud"),
-        (4, "loud"),
-    ]
 
 
 @pytest.mark.parametrize(

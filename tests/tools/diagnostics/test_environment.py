@@ -1,6 +1,5 @@
 """`environment` lists the current facts for a bug report."""
 
-import importlib.metadata
 import json
 
 import keras
@@ -14,30 +13,22 @@ from tfmix.tools.diagnostics import environment
 def test_environment_names_versions_backend_devices_and_policy():
     tfmix.set_global_policy(tfmix.Policy("mixed_float16", float32_layers=["a"]))
     found = environment.environment()
-    assert found.versions["keras"] == keras.__version__
-    assert found.versions["tfmix"] == tfmix.__version__
-    assert found.backend == keras.backend.backend()
-    assert "CPU" in {device.kind for device in found.devices}
-    assert found.policy.startswith("Policy('mixed_float16'")
-    for known in (keras.__version__, found.auto, "mixed_float16"):
+    assert found.facts["keras"] == keras.__version__
+    assert found.facts["tfmix"] == tfmix.__version__
+    assert found.facts["backend"] == keras.backend.backend()
+    assert found.facts["policy"].startswith("Policy('mixed_float16'")
+    assert "CPU" in found.facts["devices"].upper()
+    for known in (keras.__version__, found.facts["auto"], "mixed_float16"):
         assert known in " ".join(str(found).split())
 
 
 def test_environment_lists_replaced_names():
     tfmix.set_global_policy("mixed_float16")
-    during = environment.environment().replaced
+    during = environment.environment().facts["replaced"].split(", ")
     tfmix.set_global_policy("float32")
-    after = environment.environment().replaced
-    assert set(after) < set(during)
+    after = environment.environment().facts["replaced"].split(", ")
+    assert {*after} - {""} < {*during}
     assert any("keras" in name for name in during)
-
-
-def test_the_version_of_keras_nightly_is_found(monkeypatch):
-    def version(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    assert environment.environment().versions["keras"] == keras.__version__
 
 
 @pytest.mark.parametrize("words", [[], ["--json"]])
@@ -46,4 +37,4 @@ def test_the_shell_prints_the_environment(capsys, words):
     out = capsys.readouterr().out
     assert keras.__version__ in out
     if words:
-        assert json.loads(out)["backend"] == keras.backend.backend()
+        assert json.loads(out)["facts"]["backend"] == keras.backend.backend()

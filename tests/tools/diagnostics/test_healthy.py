@@ -93,44 +93,8 @@ def text_classifier(rng):
     return model, x, (x[:, :1] > 200).astype("float32"), "binary_crossentropy"
 
 
-def u_network(rng):
-    """A U-Net that restores pictures."""
-    inputs = keras.Input((16, 16, 3))
-
-    def block(hidden, width):
-        hidden = layers.Conv2D(width, 3, padding="same")(hidden)
-        return layers.LeakyReLU()(layers.GroupNormalization(4)(hidden))
-
-    fine = block(inputs, 8)
-    coarse = block(layers.AveragePooling2D(2)(fine), 16)
-    deep = block(layers.MaxPooling2D()(coarse), 16)
-    hidden = layers.Conv2DTranspose(16, 2, 2)(deep)
-    hidden = block(layers.Concatenate()([hidden, coarse]), 16)
-    hidden = layers.UpSampling2D(interpolation="bilinear")(hidden)
-    hidden = block(layers.Concatenate()([hidden, fine]), 8)
-    outputs = layers.Conv2D(3, 1)(hidden)
-    outputs = layers.Activation("sigmoid", dtype="float32")(outputs)
-    x, _ = pictures(rng)
-    noisy = x + 0.1 * rng.normal(size=x.shape).astype("float32")
-    return keras.Model(inputs, outputs), noisy, x, "mse"
-
-
-def two_outputs(rng):
-    """Predicts a class and a number from two inputs."""
-    left, right = keras.Input((12,)), keras.Input((6, 8))
-    hidden = layers.Dense(24, "swish")(left)
-    other = layers.Conv1D(24, 3, padding="causal", activation="tanh")(right)
-    other = layers.GlobalMaxPooling1D()(other)
-    hidden = layers.Multiply()([hidden, layers.Dense(24, "sigmoid")(other)])
-    outputs = [ending(hidden, 5, "softmax"), ending(hidden, 1)]
-    shapes = (ROWS, 12), (ROWS, 6, 8)
-    x = [rng.normal(size=shape).astype("float32") for shape in shapes]
-    y = [np.argmax(x[0][:, :5], -1), x[0][:, :1] + x[1][:, 0, :1]]
-    return keras.Model([left, right], outputs), x, y, [CROSS_ENTROPY, "mse"]
-
-
 TUNED_ON = (cnn, transformer)
-OTHERS = (*(residual_network, text_classifier, u_network, two_outputs),)
+OTHERS = (residual_network, text_classifier)
 POLICIES = ("mixed_float16", "mixed_bfloat16")
 
 

@@ -113,17 +113,6 @@ def bad_rows_and_a_layer_that_overflows(data):
     return stack(lambda: keras.layers.Rescaling(1.0), times, dense)
 
 
-@cause("skipped: the output of layer 'last' is not finite (targets reach 1e+06")
-def raw_features_before_a_normalization(data):
-    random = np.random.default_rng(0)
-    data["x"][:] = random.normal(1e5, 1e4, (16, 2))
-    data["y"][:] = 1e6
-    model = stack(keras.layers.Normalization, dense)
-    model.layers[0].adapt(data["x"])
-    model.layers[1].set_weights([np.zeros((2, 1)), np.full(1, 1e6)])
-    return model
-
-
 @cause("the loss is infinite, and targets reach 3e+38; standardise them: y = (")
 def too_large_targets(data):
     data["y"][:] = 3e38
@@ -139,27 +128,6 @@ def gradients_that_grow_between_layers(data):
     model = stack(dense, Times, Times)
     model.layers[0].set_weights([np.full((2, 1), 0.1), np.zeros(1)])
     return model
-
-
-@cause(
-    "8 of 8 steps of epoch 1 were skipped: the loss was not finite; look for "
-    "rows of the data that are not finite or beyond 65504"
-)
-def data_that_cannot_be_reread(data):
-    row = np.full((1, 2), np.nan, "float32"), data.pop("y")[:1]
-    del data["batch_size"]
-    data |= {"x": (row for _ in itertools.count()), "steps_per_epoch": 8}
-    return compiled()
-
-
-@cause("2 of 2 steps of epoch 1 were skipped")
-def a_pipeline_of_two_steps(data):
-    import tensorflow as tf
-
-    rows = np.full((2, 2), 1e5, "float32"), data.pop("y")[:2]
-    del data["batch_size"]
-    data["x"] = tf.data.Dataset.from_tensor_slices(rows).batch(1)
-    return compiled()
 
 
 @pytest.mark.every_case("each cause has a sentence of its own")
@@ -361,15 +329,6 @@ def test_callbacks_may_come_in_every_form_of_keras(said):
     assert len(model.fit(x, y, 1, callbacks=given).history["loss"]) == 1
     assert len(said) == 1
     assert given.callbacks == before
-
-
-@pytest.mark.slow
-@helpers.requires_backend("tensorflow")
-def test_skips_of_replicas_are_reported(said):
-    with helpers.mirrored_strategy().scope():
-        model = compiled()
-    model.fit(**batches(32, bad=range(32)) | {"batch_size": 2})
-    assert said == [ALL_BAD]
 
 
 def test_a_monitor_reports_skips_instead(said):

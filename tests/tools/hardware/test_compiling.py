@@ -1,7 +1,6 @@
 """`compile_for` compiles a training step for another accelerator."""
 
 import collections
-import json
 
 import keras
 import numpy as np
@@ -11,7 +10,7 @@ from keras import layers
 import tfmix
 from tests import helpers, processes
 from tests.tools.hardware.programs import needs
-from tfmix.tools.hardware import compilers, compiling
+from tfmix.tools.hardware import compilers
 from tfmix.tools.hardware import target as targets
 
 compile_for = tfmix.hardware.compile_for
@@ -109,23 +108,6 @@ def test_8_bit_state_and_masters_change_the_memory():
     )
 
 
-@keras.saving.register_keras_serializable("tests")
-class OwnCompile(keras.Sequential):
-    def compile(self, optimizer, beta=1.0, loss="mse"):
-        super().compile(optimizer, loss)
-
-
-@needs("h200")
-@pytest.mark.filterwarnings("ignore:`compile")
-def test_arguments_of_a_custom_compile_are_not_guessed():
-    model = OwnCompile([keras.Input((64,)), layers.Dense(32)])
-    model.compile("sgd")
-    with pytest.raises(ValueError, match="OwnCompile.*compile_from_config"):
-        compile_for(model, 8)
-    model = OwnCompile([keras.Input((64,)), layers.Dense(32)])
-    assert compile_for(model, 8).memory.fits
-
-
 @needs("h200")
 @pytest.mark.parametrize("target", GPUS)
 def test_every_gpu_multiplies_in_the_dtype_of_auto(target):
@@ -149,25 +131,6 @@ def test_the_model_does_not_change(step):
 
 
 @needs("h200")
-def test_the_bound_is_the_larger_of_two(step):
-    found, _ = step
-    target = targets.find("h200")
-    assert found.bound == "memory"
-    assert found.seconds == found.bytes / target.bandwidth
-    assert found.seconds > found.flops / target.rates["float16"]
-
-
-@needs("h200")
-def test_int8_products_count_at_their_own_rate():
-    model = sequential(layers.Dense(32), optimizer="sgd")
-    model.layers[0].quantize("int8")
-    found = compile_for(model, 64)
-    assert {row.dtype for row in found.rows} == {"int8"}
-    target = targets.find("h200")
-    assert compiling._rate("int8", target) > target.rates["float16"]
-
-
-@needs("h200")
 def test_a_step_without_products_has_a_note():
     model = sequential(layers.Dense(1))
     found = compile_for(model, 1, policy="mixed_bfloat16")
@@ -175,52 +138,6 @@ def test_a_step_without_products_has_a_note():
     assert "batch of 1: no products, at least" in found.title
     assert "0%" not in str(found)
     assert "is a sum" in str(found)
-
-
-@needs("h200")
-def test_a_report_reads_the_same_in_every_form(step):
-    found, _ = step
-    assert "mixed_float16 on h200, batch of 256" in str(found)
-    data = json.loads(found.to_json())
-    assert data["memory"]["fits"] is True
-    assert len(data["rows"]) == len(found.rows)
-    assert str(found).count("first ") == 2
-
-
-@needs("h200")
-def test_named_inputs_and_outputs_are_compiled():
-    inputs = {
-        "numbers": keras.Input((16,), name="numbers"),
-        "picture": keras.Input((8, 8, 3), name="picture"),
-    }
-    flat = layers.Flatten()(inputs["picture"])
-    joined = layers.Concatenate()([inputs["numbers"], flat])
-    outputs = {
-        "size": layers.Dense(8, name="size")(joined),
-        "kind": layers.Dense(16, "softmax", name="kind")(joined),
-    }
-    model = keras.Model(inputs, outputs)
-    loss = {"size": "mse", "kind": "sparse_categorical_crossentropy"}
-    model.compile("adam", loss)
-    found = compile_for(model, 32, policy="mixed_bfloat16")
-    assert found.flops == 2 * 2 * 32 * (16 + 192) * 24
-
-
-@needs("h200")
-def test_gradients_of_grouped_convolutions_have_a_layer():
-    model = sequential(
-        layers.Conv2D(16, 3, name="whole"),
-        layers.Conv2D(16, 3, groups=4, name="grouped"),
-        layers.GlobalAveragePooling2D(),
-        layers.Dense(2, name="head"),
-        shape=(8, 8, 8),
-    )
-    for policy in ("float32", "mixed_bfloat16"):
-        found = compile_for(model, 4, policy=policy)
-        names = [row.layer.split("/")[-1] for row in found.rows]
-        # The first layer has no gradient of its inputs.
-        expected = {"whole": 2, "grouped": 3, "head": 3}
-        assert collections.Counter(names) == expected
 
 
 @needs("h200")
@@ -236,14 +153,6 @@ def test_a_shape_without_a_triton_kernel_gets_another():
     assert all(row.layer for row in found.rows)
     # The library's workspace, which does not count, would be 33 MB.
     assert found.bytes < 20e6
-
-
-@needs("h200")
-def test_a_model_with_adapters_is_compiled():
-    model = small()
-    model.layers[0].enable_lora(4)
-    found = compile_for(model, 64, policy="mixed_bfloat16")
-    assert found.memory.fits
 
 
 @needs("h200")
@@ -272,49 +181,6 @@ def test_each_round_of_a_loop_counts(target):
     assert found.flops == 2 * (rounds + 3 * 32 * 128 * 8)
     assert found.open_loops == 0
     assert found.kernels > 200
-
-
-@needs("h200")
-def test_rematerialized_products_are_counted():
-    with keras.RematScope(mode="full"):
-        parts = [layers.Dense(512, "gelu") for _ in range(2)]
-        model = keras.Sequential([keras.Input((512,)), *parts])
-    found = compile_for(model, 8192)
-    # There are two forward products. The inputs need no gradient.
-    assert found.flops > 5 * 2 * 8192 * 512 * 512
-
-
-@keras.saving.register_keras_serializable("tests")
-class OwnStep(keras.Model):
-    """Has a custom step, for batches with or without targets."""
-
-    def __init__(self, targets, **kwargs):
-        super().__init__(**kwargs)
-        self.targets, self.dense = targets, layers.Dense(32)
-
-    def get_config(self):
-        return {"targets": self.targets}
-
-    def build(self, input_shape):
-        self.dense.build(input_shape)
-
-    def call(self, x):
-        return self.dense(x)
-
-    def train_step(self, state, data):
-        x, y = data if self.targets else (data, 0.0)
-        assert tuple(x.shape) == (8, 64)
-        return {"loss": keras.ops.mean(self.dense(x) - y)}, state
-
-
-@needs("h200")
-@pytest.mark.parametrize("targets", [False, True])
-def test_a_step_without_a_compiled_loss_gets_the_data_of_fit(targets):
-    model = OwnStep(targets)
-    model.build((None, 64))
-    model.compile("sgd")
-    found = compile_for(model, 8)
-    assert found.memory.arguments >= 4 * (8 * 64 + targets * 8 * 32)
 
 
 @needs("v5e")

@@ -104,21 +104,6 @@ TRAINED = {
 }
 
 
-@pytest.mark.costly
-def test_a_transformer_needs_no_more_memory_than_in_bfloat16(compiled):
-    needed = {}
-    for name, policy in (("bfloat16", "mixed_bfloat16"), ("float8", EVERY)):
-        with tfmix.policy_scope(policy):
-            model = transformer(1)
-        step, _ = compiled(model, ROWS, "h200", **TRAINED)
-        needed[name] = step.memory.temporaries
-    # Layers may keep float8 copies of inputs and kernels for the gradients.
-    narrow = [r for r in step.rows if r.dtype == "float8"]
-    shapes = [r.shape for r in narrow if r.phase == "forward"]
-    copies = sum(m * k + k * n for m, k, n in shapes)
-    assert needed["float8"] <= needed["bfloat16"] + copies
-
-
 @GPUS
 def test_two_layers_take_few_more_kernels_than_in_bfloat16(compiled, name):
     kernels = {}

@@ -141,7 +141,7 @@ def first(x: Any, y: Any) -> tuple[Any, Any]:
     for element in x.as_numpy_iterator():
         inputs, targets, _ = keras.utils.unpack_x_y_sample_weight(element)
         return inputs, targets
-    raise _no_rows("a dataset without a batch")
+    return np.zeros((0,)), None
 
 
 def _free_rows(model: keras.Model, nest: Any) -> int | None:
@@ -158,15 +158,11 @@ def _free_rows(model: keras.Model, nest: Any) -> int | None:
 def _check_not_empty(x: Any) -> None:
     shapes = [tuple(leaf.shape) for leaf in tree.flatten(x)]
     if any(shape[:1] == (0,) for shape in shapes):
-        raise _no_rows(f"x of shape {shapes[0]}")
-
-
-def _no_rows(received: str) -> ValueError:
-    # The mean of no losses is NaN, which would look like the model's fault.
-    return ValueError(
-        "`x` must hold at least one row; 16 to 64 are enough. "
-        f"Received: {received}."
-    )
+        # The mean of no losses is NaN, which would look like the model's fault.
+        raise ValueError(
+            "`x` must hold at least one row; 16 to 64 are enough. "
+            f"Received: x of shape {shapes[0]}."
+        )
 
 
 def _tensor(value: Any) -> Any:

@@ -10,8 +10,8 @@ import keras
 import numpy as np
 from keras import ops
 
-from tfmix import _bad_rows, _formats, _messages, _progress
-from tfmix._keras import graphs, layers, tracing, training
+from tfmix import _bad_rows, _formats, _progress
+from tfmix._keras import graphs, layers, optimizers, tracing, training
 from tfmix.autocast import fallback, global_policy
 from tfmix.autocast import record as mixed_model
 from tfmix.conversion import dtype_notes, planned_policies
@@ -23,7 +23,6 @@ from tfmix.ops import stand_ins
 from tfmix.policy import policy as policies
 from tfmix.tools.diagnostics import batch as batches
 from tfmix.tools.diagnostics import (
-    missing_scaler,
     numerics_report,
     passes,
     probe,
@@ -91,12 +90,8 @@ def check(
     """
     batch = batches.prepare(model, x, y, loss, ROWS)
     chosen, base = _policy(model, policy)
-    # A policy under test implies loss scaling. A model's own setup may lack it.
-    warning = "" if chosen else missing_scaler.warning(model)
-    if warning:
-        _messages.warn("%s", warning)
     with _progress.shown(f"Checking {model.name} in {base.compute_dtype}"):
-        report = _run(batch, chosen, base, warning)
+        report = _run(batch, chosen, base)
     return dataclasses.replace(report, verbose=verbose)
 
 
@@ -113,25 +108,22 @@ def sampled(
     has_loss = training.compiled_loss(model) is not None
     batch = batches.prepare(model, x, y if has_loss else None, None, None)
     _, base = _policy(model, None)
-    return _run(batch, None, base, missing_scaler.warning(model))
+    return _run(batch, None, base)
 
 
 def _run(
     original: batches.Batch,
     chosen: keras.DTypePolicy | None,
     base: policies.Policy,
-    warning: str = "",
 ) -> numerics_report.NumericsReport:
-    """Checks a batch; a warning says that the loss is not scaled."""
     limits = _formats.LIMITS[base.compute_dtype]
     sixteen = planned_policies.sixteen_bit(original.model, chosen)
     bad_rows = original.bad_rows()
     batch = original.without({row for bad in bad_rows for row in bad.rows})
     with _under_policy(chosen, batch.model, sixteen):
-        is_unscaled = warning or batch.loss is None or limits is not _FLOAT16
-        rule = (
-            rules.NoLossScale() if is_unscaled else _rule(batch.model, chosen)
-        )
+        rule: rules.LossScale = rules.NoLossScale()
+        if batch.loss is not None and limits is _FLOAT16:
+            rule = _rule(batch.model, chosen)
         own_policy = mixed_model.policy_of(batch.model)
         # A model under test counts as created, or converted, under the policy.
         has_policy = chosen is not None or own_policy is not None
@@ -143,12 +135,17 @@ def _run(
         findings = [finding for finding in findings if not finding.gap.broken]
     dtypes = _returned_dtypes(judge)
     model = batch.model
-    narrow = _narrow_layers(model, judge.run.planned)
+    narrow = [
+        layer
+        for layer in layers.that_compute(model)
+        if planned_policies.dtype(judge.run.planned, layer)
+        in _formats.SIXTEEN_BIT
+    ]
     idle = [] if narrow else [_IDLE]
     return numerics_report.NumericsReport(
         rows=(
             *bad,
-            *_rows(findings, judge.targets, dtypes, limits, bool(warning)),
+            *_rows(findings, judge.targets, dtypes, limits, rule),
         ),
         policy=base,
         model_name=original.model.name,
@@ -157,7 +154,7 @@ def _run(
         targets={target.name: target for target in judge.targets},
         sixteen_bit_layers=len(narrow),
         notes=(
-            *filter(None, [warning, _scale_note(judge.loss_scale, rule)]),
+            *filter(None, [_scale_note(judge.loss_scale, rule)]),
             *idle,
             *judge.run.fallbacks,
             *ends,
@@ -174,7 +171,14 @@ def _rule(
     is_its = chosen is None or not getattr(optimizer, "is_automatic", False)
     if is_its and isinstance(optimizer, scaling.LossScaleOptimizer):
         return optimizer.rule
-    # `compile` chooses it for a new policy.
+    # A model under test, or with a policy of ours, gets one. Under a policy of
+    # Keras's own, `compile(auto_scale_loss=False)` leaves it out.
+    is_scaled = isinstance(optimizer, optimizers.KerasScaler) or getattr(
+        optimizer, "loss_scale_factor", None
+    )
+    has_policy = chosen is not None or mixed_model.policy_of(model) is not None
+    if optimizer is not None and not (has_policy or is_scaled):
+        return rules.NoLossScale()
     return rules.DynamicLossScale()
 
 
@@ -199,16 +203,6 @@ def _returned_dtypes(judge: runs.Judge) -> dict[str, str]:
     }
     outputs = {"float32"} if judge.has_policy else {*judge.run.output_dtypes}
     return {**dtypes, verdicts.LOSS: ", ".join(outputs)}
-
-
-def _narrow_layers(
-    model: keras.Model, sixteen: planned_policies.Plan
-) -> list[keras.Layer]:
-    return [
-        layer
-        for layer in layers.that_compute(model)
-        if planned_policies.dtype(sixteen, layer) in _formats.SIXTEEN_BIT
-    ]
 
 
 @contextlib.contextmanager
@@ -264,8 +258,9 @@ def _rows(
     targets: list[probe.Target],
     dtypes: Mapping[str, str],
     limits: _formats.Format,
-    unscaled: bool,
+    rule: rules.LossScale,
 ) -> list[verdicts.LayerVerdict]:
+    unscaled = limits is _FLOAT16 and isinstance(rule, rules.NoLossScale)
     classes = {
         target.name: type(target.operation).__name__ for target in targets
     }

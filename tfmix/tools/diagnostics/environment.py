@@ -10,7 +10,7 @@ import keras
 from tfmix import _tables
 from tfmix._keras import replacing
 from tfmix.autocast import global_policy
-from tfmix.policy.devices import Device, devices
+from tfmix.policy.devices import devices
 
 _PACKAGES = ("tensorflow", "tensorflow-cpu", "jax", "numpy")
 
@@ -20,35 +20,16 @@ class Environment(_tables.Printed):
     """The result of `environment`; prints as a table.
 
     Attributes:
-        versions: The versions of Python, tfmix and its dependencies, by name,
-            and the platform.
-        backend: The Keras backend in use.
-        devices: The backend's devices.
-        auto: The policy `"auto"` on these devices, in words.
-        policy: The active policy, as text.
-        replaced: The names that tfmix replaces in Keras at the moment, as
-            `owner.attribute`.
+        facts: The versions of Python, tfmix and its dependencies, the platform,
+            the backend, its devices, the policy `"auto"` there, the active
+            policy, and the names that tfmix replaces at the moment, as text.
     """
 
-    versions: dict[str, str]
-    backend: str
-    devices: tuple[Device, ...]
-    auto: str
-    policy: str
-    replaced: tuple[str, ...]
+    facts: dict[str, str]
 
     def tables(self) -> list[_tables.Table]:
         """Returns what to print."""
-        rows = [
-            *self.versions.items(),
-            ("backend", self.backend),
-            *((device.kind, device.name) for device in self.devices),
-            ("auto", self.auto),
-            ("policy", self.policy),
-            ("replaced in Keras", str(len(self.replaced))),
-        ]
-        notes = [f"replaced: {', '.join(self.replaced)}"] * bool(self.replaced)
-        return [_tables.Table(("what", "is"), rows, notes=notes)]
+        return [_tables.Table(("what", "is"), [*self.facts.items()])]
 
 
 def environment() -> Environment:
@@ -60,19 +41,21 @@ def environment() -> Environment:
         An `Environment`, which prints as a table.
 
     Examples:
-        >>> environment().backend in ("tensorflow", "jax")
+        >>> environment().facts["backend"] in ("tensorflow", "jax")
         True
     """
     available = devices()
     return Environment(
-        versions=_versions(),
-        backend=keras.backend.backend(),
-        devices=available,
-        auto=available.auto(),
-        policy=repr(global_policy.global_policy()),
-        replaced=tuple(
-            sorted(_label(*place) for place in replacing.replaced())
-        ),
+        {
+            **_versions(),
+            "backend": keras.backend.backend(),
+            "devices": ", ".join(device.name for device in available),
+            "auto": available.auto(),
+            "policy": repr(global_policy.global_policy()),
+            "replaced": ", ".join(
+                sorted(_label(*place) for place in replacing.replaced())
+            ),
+        }
     )
 
 

@@ -155,10 +155,9 @@ class NumericsReport(_tables.Printed):
         title = self.title
         if not self.forward_only:
             title += f" (loss scale {self.loss_scale:g})"
-        row_verdicts = [row.verdict for row in shown]
         cells = list(map(_cells, shown))
         code = _code(shown if self.verbose else shown[:_ADVICE_SHOWN])
-        return [_tables.Table(_HEADS, cells, title, notes, code, row_verdicts)]
+        return [_tables.Table(_HEADS, cells, title, notes, code)]
 
 
 def _name(policy: policies.Policy) -> str:

@@ -73,13 +73,7 @@ def _layers(report: Any) -> tuple[list[str], int]:
 
 
 def _figure(width: float, height: float) -> Any:
-    try:
-        from matplotlib import figure
-    except ImportError as error:
-        raise ImportError(
-            "tfmix draws with matplotlib, which is not installed. Run "
-            "`pip install matplotlib`."
-        ) from error
+    from matplotlib import figure
 
     class Figure(figure.Figure):
         """A figure that a notebook displays, like those of pyplot."""

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -25,26 +25,6 @@ class Cause(NamedTuple):
 
     kind: str
     text: str
-
-
-class BadData(NamedTuple):
-    """The rows of `fit`'s arrays that hold NaN or infinity."""
-
-    rows: frozenset[int]
-    text: str
-
-    @property
-    def cause(self) -> Cause:
-        """The rows as a `Cause`."""
-        return Cause("data", self.text)
-
-
-def bad_data(data: Mapping[str, Any]) -> BadData:
-    """Finds the rows of `fit`'s arrays that hold NaN or infinity."""
-    found = _bad_rows.find(data)
-    rows = frozenset(row for each in found for row in each.rows)
-    text = f"{found[0].text}; drop or fix them" if found else ""
-    return BadData(rows, text)
 
 
 class Skips(NamedTuple):
@@ -79,7 +59,7 @@ class Skips(NamedTuple):
 def of_skips(
     model: keras.Model,
     data: Mapping[str, Any],
-    bad: BadData,
+    bad: Sequence[_bad_rows.BadRows],
     batch_size: int | None,
     loss: float,
     skips: Skips,
@@ -99,10 +79,12 @@ def of_skips(
     entered = skips.skipped if skips.of_data is None else skips.of_data
     # Gradients do not overflow in bfloat16.
     in_doubt = skips.of_data is None and is_float16
-    found = [bad.cause] if bad.text and entered else []
+    rows = {row for each in bad for row in each.rows}
+    found = [Cause("data", f"{x.text}; drop or fix them") for x in bad[:1]]
+    found = found if entered else []
     # Each row is in one step of an epoch.
-    if entered > len(bad.rows):
-        loss, layer = _measured(model, data, bad.rows, batch_size, loss)
+    if entered > len(rows):
+        loss, layer = _measured(model, data, rows, batch_size, loss)
         if layer is not None:
             found.append(_of_layer(layer, data, largest))
         elif math.isinf(loss):

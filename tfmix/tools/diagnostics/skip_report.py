@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import keras
 
-from tfmix import _messages
+from tfmix import _bad_rows, _messages
 from tfmix._keras import replacing, training
 from tfmix._keras import variables as keras_variables
 from tfmix.autocast import bare_optimizers
@@ -91,7 +91,7 @@ class SkipWatch(keras.callbacks.Callback):
         self._lowest: dict[Any, float] = {}
         # The last epoch with skipped steps.
         self._last = skip_causes.Skips()
-        self._bad_data: skip_causes.BadData | None = None
+        self._bad_rows: list[_bad_rows.BadRows] | None = None
         # The kind of cause that was reported last.
         self._cause = ""
 
@@ -146,7 +146,7 @@ class SkipWatch(keras.callbacks.Callback):
         if skips.skipped:
             self._last = skips
         if skips.skipped and skips.are_news:
-            self._report(epoch + 1, skips, _loss(logs or {}))
+            self._report(epoch + 1, skips, (logs or {}).get("loss", math.nan))
         for optimizer, count in self._now.items():
             lowest = self._lowest.get(optimizer, math.inf)
             self._lowest[optimizer] = min(lowest, count.scale)
@@ -205,11 +205,11 @@ class SkipWatch(keras.callbacks.Callback):
         skips = self._skips(self._count())
         if not skips.skipped:
             skips = self._last
-        if self._bad_data is None:
+        if self._bad_rows is None:
             self.data = skip_causes.arrays(self.data)
-            self._bad_data = skip_causes.bad_data(self.data)
+            self._bad_rows = _bad_rows.find(self.data)
         return skip_causes.of_skips(
-            self.model, self.data, self._bad_data, self.batch_size, loss, skips
+            self.model, self.data, self._bad_rows, self.batch_size, loss, skips
         )
 
 
@@ -271,16 +271,6 @@ def _skips_of(
         (before.scale, now.scale) if falls else None,
         begin_last=last == skipped and not falls,
     )
-
-
-def _loss(logs: Mapping[str, Any]) -> float:
-    """Returns an epoch's loss; the largest if there are several (a GAN)."""
-    losses = {
-        name: float(value)
-        for name, value in logs.items()
-        if name.endswith("loss") and not name.startswith("val_")
-    }
-    return losses.get("loss", max(losses.values(), key=abs, default=math.nan))
 
 
 def fit(model: keras.Model, fit: Callable, *args: Any, **kwargs: Any) -> Any:

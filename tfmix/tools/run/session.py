@@ -274,7 +274,7 @@ class _Session:
             policy=_name(policy),
             dtype=policy.compute_dtype,
             why=why,
-            device=_device(here),
+            device="CPU" if is_cpu else here[0].name,
             fast=is_fast,
             is_cpu=is_cpu,
             failed=self._steps.error,
@@ -325,13 +325,6 @@ def _is_new(policy: keras.DTypePolicy) -> bool:
 
 def _script() -> str:
     return os.path.basename(sys.argv[0]) if sys.argv else ""
-
-
-def _device(here: Any) -> str:
-    first = here[0]
-    alike = sum(device.name == first.name for device in here)
-    name = first.kind if first.kind == "CPU" else first.name
-    return name if alike == 1 else f"{alike} x {name}"
 
 
 def _read(path: str) -> report.Run:
