@@ -131,10 +131,8 @@ LIST = (
         OPS,
         "A layer's state is what float32 computes.",
         [keras_variables.ASSIGN],
-        _under_policy(
-            functools.partial(
-                keras_variables.make_assign, exactly=fallback.assign_exactly
-            )
+        functools.partial(
+            keras_variables.make_assign, exactly=fallback.assign_exactly
         ),
     ),
     Replaced(
