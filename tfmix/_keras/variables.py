@@ -476,19 +476,20 @@ def _snapshot(value: Any) -> Any:
     return value.value() if hasattr(value, "read_value") else value
 
 
-def host_value(variable: Any) -> np.ndarray:
-    """Returns the value of a host-readable variable or tensor."""
-    # NumPy 2 warns about the conversion that TensorFlow's variables offer.
+def host_value(variable: Any) -> Any:
+    """Returns the NumPy value of a variable or tensor.
+
+    It is `None` in a function that is being compiled.
+    """
     value = backend_variable(variable)
-    return np.asarray(value.numpy() if hasattr(value, "numpy") else value)
-
-
-def is_host_readable(variable: keras.Variable) -> bool:
-    """Returns whether NumPy can read the variable here, each time anew."""
     if keras.backend.backend() == "jax":
-        known = not isinstance(variable.value, jax.core.Tracer)
-        return known and not becomes_constant(variable)
-    return bool(tf.executing_eagerly())
+        is_traced = isinstance(value, jax.core.Tracer)
+        if is_traced or becomes_constant(variable):
+            return None
+    elif not tf.executing_eagerly():
+        return None
+    # NumPy 2 warns about the conversion that TensorFlow's variables offer.
+    return np.asarray(value.numpy() if hasattr(value, "numpy") else value)
 
 
 def reader() -> Callable[[keras.Variable], Any]:

@@ -79,7 +79,8 @@ def assign_exactly(original: Callable, variable: Any, value: Any) -> Any:
 
     If that is not known, the layer whose code assigns it falls back.
     """
-    if global_state.on_shapes_only():
+    has_rules = policies.SIXTEEN_BIT in context_values.active_rules()
+    if not has_rules or global_state.on_shapes_only():
         return original(variable, value)
     value = tensors.before_cast(value)
     may_fall_back = context_values.block.get().users_code == SIXTEEN_BIT

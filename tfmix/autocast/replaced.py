@@ -125,16 +125,14 @@ LIST = (
         OPS,
         "A variable's 16-bit copy knows its float32 source.",
         [keras_variables.AUTOCAST],
-        replacing.lazily(tensors.noting_weights),
+        tensors.noting_weights,
     ),
     Replaced(
         OPS,
         "A layer's state is what float32 computes.",
         [keras_variables.ASSIGN],
-        _under_policy(
-            functools.partial(
-                keras_variables.make_assign, exactly=fallback.assign_exactly
-            )
+        functools.partial(
+            keras_variables.make_assign, exactly=fallback.assign_exactly
         ),
     ),
     Replaced(

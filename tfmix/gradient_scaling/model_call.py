@@ -6,7 +6,6 @@ later loss.
 """
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -21,20 +20,13 @@ from tfmix.ops import tensors
 gates: Any
 _TENSORFLOW = keras.backend.backend() == "tensorflow"
 if _TENSORFLOW:
-    import tensorflow as tf
-
     from tfmix.gradient_scaling import gates_tensorflow
 
     gates = gates_tensorflow
-    _ARRAYS: Any = tf.Tensor
 else:
-    import jax
-    import numpy as np
-
     from tfmix.gradient_scaling import gates_jax
 
     gates = gates_jax
-    _ARRAYS = jax.Array, jax.core.Tracer, np.ndarray
 
 # Models that scale their gradients inside.
 _scaling: weakref.WeakSet[keras.Model] = weakref.WeakSet()
@@ -76,7 +68,7 @@ def between_gates(
     if not (layers.computes_in(model, "float16") and tapes.may_be_asked()):
         return call(*args, **kwargs)
     nest = tensors.map_leaves((args, kwargs), keras_variables.read)
-    given, rebuilt = floats(nest)
+    given, rebuilt = tensors.floats(nest)
     exact = [*map(tensors.before_cast, given)]
     scope = global_state.open_scope()
     state: dict = {} if scope is None else scope.state_mapping
@@ -89,7 +81,7 @@ def between_gates(
     held = [item for item in before.values() if _is_reached(item, values)]
     held += weights
     pair = gates.Gates(placing.of(model), _overwritten(model, state))
-    kept, with_kept = floats([value for *_, value in held])
+    kept, with_kept = tensors.floats([value for *_, value in held])
     inside = pair.enter([*exact, *kept])
     new = map(_rounded, given, exact, inside)
     known = [loss for _, loss in layers.added_losses(flat)]
@@ -112,7 +104,7 @@ def between_gates(
         for layer, loss in layers.added_losses(flat)
         if all(loss is not other for other in known)
     ]
-    passing, rebuilt = floats((outputs, kept))
+    passing, rebuilt = tensors.floats((outputs, kept))
     results, losses = pair.leave(passing, [loss for _, loss in added])
     outputs, kept = rebuilt(results)
     for (container, key, _), value in zip(left, kept, strict=True):
@@ -151,13 +143,20 @@ def _objects(nest: Any) -> list:
     """Lists the arguments of a call that are no arrays."""
     found: list = []
     tensors.map_leaves(nest, found.append)
-    return [x for x in found if not _is_array(x)]
+    return [x for x in found if not isinstance(x, tensors.ARRAYS)]
 
 
 def _is_reached(item: _Item, others: list) -> bool:
     """Returns whether gradients of a call reach a value that it may read."""
-    arrays = filter(_is_float, _arrays(item[-1]))
-    return any(gates.is_reached(x, others) for x in arrays)
+    return any(gates.is_reached(x, others) for x in _floats(item[-1]))
+
+
+def _floats(value: Any) -> list:
+    # Most are weights. What is attached to an array is reached as it is.
+    kind: Any = type(value)
+    if keras_variables.derives(kind, tensors.ARRAYS):
+        return [value] if tensors.is_float_type(value.dtype) else []
+    return tensors.floats(value)[0]
 
 
 def _traced(model: keras.Model) -> list[_Item]:
@@ -201,7 +200,9 @@ def _items(owners: Iterable, state: dict) -> _Items:
                 is_dict = isinstance(value, dict)
                 inner = [*value] if is_dict else range(len(value))
                 waiting.append((value, inner))
-            elif issubclass(kind, tuple) or _is_array_type(kind):
+            elif issubclass(kind, tuple) or keras_variables.derives(
+                kind, tensors.ARRAYS
+            ):
                 found[id(container), key] = container, key, value
     return found
 
@@ -211,8 +212,7 @@ def _left(after: _Items, before: _Items) -> list[_Item]:
     return [
         item
         for place, item in after.items()
-        if before.get(place, _NOTHING)[-1] is not item[-1]
-        and any(map(_is_float, _arrays(item[-1])))
+        if before.get(place, _NOTHING)[-1] is not item[-1] and _floats(item[-1])
     ]
 
 
@@ -229,65 +229,3 @@ def _rounded(array: Any, exact: Any, value: Any) -> Any:
     cast = keras.ops.cast(value, array.dtype)
     tensors.note_cast(array, cast, value)
     return cast
-
-
-def floats(nest: Any) -> tuple[list, Callable[[list], Any]]:
-    """Returns a nest's float arrays and what is attached, as for a gate.
-
-    It also returns the function that puts others in their place.
-    """
-
-    def rebuilt(values: list) -> Any:
-        new = iter(values)
-        return _rebuilt(nest, lambda x: next(new) if _is_float(x) else x)
-
-    return list(filter(_is_float, _arrays(nest))), rebuilt
-
-
-def _arrays(nest: Any) -> list:
-    """Lists the arrays of a nest, and what is attached to each."""
-    arrays: list = []
-
-    def noted(array: Any) -> Any:
-        arrays.append(array)
-        return array
-
-    _rebuilt(nest, noted)
-    return arrays
-
-
-def _rebuilt(nest: Any, function: Callable[[Any], Any]) -> Any:
-    """Applies a function to the arrays of a nest and what is attached."""
-    return tensors.map_leaves(nest, functools.partial(_rebuilt_leaf, function))
-
-
-def _rebuilt_leaf(function: Callable[[Any], Any], leaf: Any) -> Any:
-    # A function that called itself by a closure would be a reference cycle,
-    # which keeps eager tensors until Python collects garbage.
-    if _TENSORFLOW and isinstance(leaf, tf.__internal__.CompositeTensor):
-        # These are ragged or sparse tensors.
-        of_part = functools.partial(_rebuilt_leaf, function)
-        return tf.nest.map_structure(of_part, leaf, expand_composites=True)
-    if not _is_array(leaf):
-        return leaf
-    new = function(leaf)
-    tensors.copy_notes(leaf, new, lambda x: function(x) if _is_array(x) else x)
-    return new
-
-
-def _is_array(value: Any) -> bool:
-    kind: Any = type(value)
-    return _is_array_type(kind)
-
-
-@functools.cache
-def _is_array_type(kind: Any) -> bool:
-    # Each attribute of a layer is asked, and TensorFlow's check takes long.
-    return issubclass(kind, _ARRAYS)
-
-
-def _is_float(array: Any) -> bool:
-    if _TENSORFLOW:
-        # Keras refuses the dtypes of handles.
-        return bool(array.dtype.is_floating or array.dtype.is_complex)
-    return bool(jax.numpy.issubdtype(array.dtype, jax.numpy.inexact))

@@ -162,12 +162,11 @@ class LossScaleOptimizer(
     @property
     def loss_scale(self) -> Any:
         """The current scale: a float, or a tensor in a compiled function."""
-        scale = self._state.held.scale
-        if not all(map(keras_variables.is_host_readable, scale)):
-            return self.rule_scale()
         # NumPy cannot read a mirrored value inside a strategy's scope.
-        read = keras_variables.host_value
-        return float(self.rule.current(self._state.scale_by(read)))
+        scale = self._state.scale_by(keras_variables.host_value)
+        if any(value is None for value in scale):
+            return self.rule_scale()
+        return float(self.rule.current(scale))
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:

@@ -83,7 +83,7 @@ class LossScale(abc.ABC):
         from the checkpoint of a failed run), it is the initial one.
         """
         stored = state.scale
-        initial = _constant_like(self.init()[0], stored)
+        initial = self.init()[0]
         # Any comparison with NaN is false.
         is_usable = (stored > 0) & (stored <= _arguments.HIGHEST)
         return variables.select(is_usable, stored, initial)
@@ -196,7 +196,7 @@ class DynamicLossScale(LossScale):
     def current(self, state: Any) -> Any:
         """Returns the stored scale inside the bounds; the initial if NaN."""
         stored = state.scale
-        initial = _constant_like(np.float32(self.initial_scale), stored)
+        initial = np.float32(self.initial_scale)
         # NaN is the only value that does not equal itself.
         return self._bounded(
             variables.select(stored == stored, stored, initial)

@@ -209,7 +209,8 @@ class Counts:
 
 def on_host(variable: Any) -> np.ndarray:
     """Returns the value of a variable; refuses a function being compiled."""
-    if not keras_variables.is_host_readable(variable):
+    value: np.ndarray | None = keras_variables.host_value(variable)
+    if value is None:
         raise ValueError(
             "This function is being compiled, and counters are numbers on the "
             f"host. Received: a call that reads {variable.path!r} in it. Read "
@@ -218,4 +219,4 @@ def on_host(variable: Any) -> np.ndarray:
             "steps; in it, `last_step_applied()` returns whether the step was "
             "applied."
         )
-    return keras_variables.host_value(variable)
+    return value

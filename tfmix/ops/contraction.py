@@ -29,12 +29,15 @@ class Contraction:
     @functools.cached_property
     def batch(self) -> str:
         """The letters that both factors and the result have."""
-        return "".join(x for x in self._shared if x in self.outputs)
+        return "".join(
+            x for x in self.inputs if x in {*self.weight} & {*self.outputs}
+        )
 
     @functools.cached_property
     def summed(self) -> str:
         """The letters that both factors have, but not the result."""
-        return "".join(x for x in self._shared if x not in self.outputs)
+        kept = self.batch + self.free
+        return "".join(x for x in self.inputs if x not in kept)
 
     @functools.cached_property
     def free(self) -> str:
@@ -45,6 +48,11 @@ class Contraction:
     def new(self) -> str:
         """The letters that only the weight and the result have."""
         return "".join(x for x in self.weight if x not in self.inputs)
+
+    @functools.cached_property
+    def order(self) -> str:
+        """The letters of the result as compilers order them."""
+        return self.batch + self.free + self.new
 
     @functools.cached_property
     def of_inputs(self) -> "Contraction":
@@ -66,18 +74,13 @@ class Contraction:
         )
 
     @functools.cached_property
-    def _shared(self) -> str:
-        return "".join(x for x in self.inputs if x in self.weight)
-
-    @functools.cached_property
     def is_product(self) -> bool:
         """Returns whether it is a product of matrices, or a batch of them."""
-        kept = self.batch + self.free + self.new
         return bool(
             self.summed
             and len(set(self.inputs)) == len(self.inputs)
             and len(set(self.weight)) == len(self.weight)
-            and sorted(self.outputs) == sorted(kept)
+            and sorted(self.outputs) == sorted(self.order)
         )
 
 

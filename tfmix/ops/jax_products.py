@@ -206,7 +206,7 @@ def _multiply(
 
     It is linear in each factor, which may be float32.
     """
-    order = axes.batch + axes.free + axes.new
+    order = axes.order
     alike = Contraction(axes.inputs, axes.weight, order)
     result = _product.bind(a, b, axes=alike, narrow=narrow, dtype=dtype)
     return lax.transpose(result, tuple(map(order.index, axes.outputs)))

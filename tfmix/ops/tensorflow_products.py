@@ -261,7 +261,7 @@ def _wide_product(a: Any, b: Any, axes: Contraction) -> Any:
 
     with tapes.unrecorded():
         result = kernels.product_in_float32(a, b, *axes.positions)
-        order = axes.batch + axes.free + axes.new
+        order = axes.order
         result = tf.transpose(result, [order.index(x) for x in axes.outputs])
     if tapes.is_recorded():
         # TensorFlow's own gradient takes the float32 result for 16-bit.

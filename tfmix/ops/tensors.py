@@ -35,8 +35,11 @@ if _ON_TENSORFLOW:
 
     # `tfmix` replaces it in that module.
     _tensorflow_cast = tf.cast
+    ARRAYS: Any = tf.Tensor
 else:
     import jax
+
+    ARRAYS = jax.Array, jax.core.Tracer, np.ndarray
 _DATA = (numbers.Number, np.generic, np.ndarray)
 
 
@@ -286,3 +289,65 @@ def map_leaves(nest: Any, function: Callable[[Any], Any]) -> Any:
     for key, value in zip(keys, mapped, strict=True):
         other[key] = value
     return other
+
+
+def floats(nest: Any) -> tuple[list, Callable[[list], Any]]:
+    """Returns a nest's float arrays and what is attached, as for a gate.
+
+    It also returns the function that puts others in their place.
+    """
+
+    def rebuilt(values: list) -> Any:
+        new = iter(values)
+        return _rebuilt(nest, lambda x: next(new) if _is_float(x) else x)
+
+    return list(filter(_is_float, _arrays(nest))), rebuilt
+
+
+def _arrays(nest: Any) -> list:
+    """Lists the arrays of a nest, and what is attached to each."""
+    arrays: list = []
+
+    def noted(array: Any) -> Any:
+        arrays.append(array)
+        return array
+
+    _rebuilt(nest, noted)
+    return arrays
+
+
+def _rebuilt(nest: Any, function: Callable[[Any], Any]) -> Any:
+    """Applies a function to the arrays of a nest and what is attached."""
+    return map_leaves(nest, functools.partial(_rebuilt_leaf, function))
+
+
+def _rebuilt_leaf(function: Callable[[Any], Any], leaf: Any) -> Any:
+    # A function that called itself by a closure would be a reference cycle,
+    # which keeps eager tensors until Python collects garbage.
+    if _ON_TENSORFLOW and isinstance(leaf, tf.__internal__.CompositeTensor):
+        # These are ragged or sparse
+        of_part = functools.partial(_rebuilt_leaf, function)
+        return tf.nest.map_structure(of_part, leaf, expand_composites=True)
+    if not _is_array(leaf):
+        return leaf
+    new = function(leaf)
+    copy_notes(leaf, new, lambda x: function(x) if _is_array(x) else x)
+    return new
+
+
+def _is_array(value: Any) -> bool:
+    kind: Any = type(value)
+    return keras_variables.derives(kind, ARRAYS)
+
+
+@functools.cache
+def is_float_type(dtype: Any) -> bool:
+    """Returns whether a dtype of an array is one of real or complex floats."""
+    if _ON_TENSORFLOW:
+        # Keras refuses the dtypes of handles.
+        return bool(dtype.is_floating or dtype.is_complex)
+    return bool(jax.numpy.issubdtype(dtype, jax.numpy.inexact))
+
+
+def _is_float(array: Any) -> bool:
+    return is_float_type(array.dtype)

@@ -406,11 +406,10 @@ class _Guard:
         Keras then uses the last step's logs, as it does for other keys.
         """
         results = original()
-        counts = self._counts()
-        if not (results and all(map(keras_variables.is_host_readable, counts))):
-            return results
-        is_measured = any(map(keras_variables.host_value, counts))
-        return {} if counts and not is_measured else results
+        counts = [*map(keras_variables.host_value, self._counts())]
+        # They are not known in a function that is being compiled.
+        is_empty = all(count is not None and count == 0 for count in counts)
+        return {} if counts and is_empty else results
 
     def _counts(self) -> list[keras.Variable]:
         """Returns what the means among the metrics have counted so far."""

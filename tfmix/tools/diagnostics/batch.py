@@ -10,7 +10,8 @@ from keras import ops, tree
 
 from tfmix import _arguments, _bad_rows
 from tfmix._keras import layers, training
-from tfmix.gradient_scaling import model_call, power
+from tfmix.gradient_scaling import power
+from tfmix.ops import tensors
 from tfmix.tools.diagnostics import differentiation, probe, programs
 
 
@@ -54,7 +55,7 @@ class Batch:
         def measured(weights: list[Any]) -> Any:
             with self._at(weights) as scope:
                 outputs = training.call_in_training(self.model, self.x)
-                floats, rebuilt = model_call.floats(outputs)
+                floats, rebuilt = tensors.floats(outputs)
 
                 def loss(floats: list[Any]) -> list[Any]:
                     return [self._loss(rebuilt(floats))]
