@@ -173,7 +173,7 @@ def under(rule: str, make: Maker) -> Maker:
     """Returns a maker whose replacement holds for callers under a rule."""
 
     def made(original: Callable) -> Callable:
-        ruled = make(original)
+        ruled = lazily(make)(original)
 
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:

@@ -125,7 +125,7 @@ LIST = (
         OPS,
         "A variable's 16-bit copy knows its float32 source.",
         [keras_variables.AUTOCAST],
-        tensors.noting_weights,
+        replacing.lazily(tensors.noting_weights),
     ),
     Replaced(
         OPS,
