@@ -207,14 +207,14 @@ def train(policy: str, seed: int, data: list[np.ndarray], epochs: int) -> Run:
         model = build_model(policy)
         decay = keras.optimizers.schedules.CosineDecay(0.008, epochs * steps)
         optimizer: Any = keras.optimizers.Adam(decay)
-        if policy == KERAS:
-            # `compile` would choose tfmix's.
-            optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
         model.compile(
             optimizer,
             loss="sparse_categorical_crossentropy",
             metrics=["accuracy"],
         )
+        if policy == KERAS:
+            # `compile` chooses tfmix's.
+            model.optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
         start = time.perf_counter()
         model.fit(
             train_x[:kept],
