@@ -99,11 +99,17 @@ def _compile(
     scaled, and its optimizer has to skip steps.
     """
     part = replacing.part(model, replacing.RULES)
+    order = training.ORDERS["compile"]
+    given = replacing.argument(order, args, kwargs, "optimizer")
+    factor = getattr(given, "loss_scale_factor", None)
     # Keras creates an optimizer here, and computes nothing in 16 bit.
     with context_values.holding(rules=context_values.NO_RULES):
         original(*args, **kwargs)
         optimizer = getattr(model, "optimizer", None)
         if part is not None and optimizer is not None:
+            if factor is not None:
+                # Keras's scaler drops it without a word, and ours with one.
+                given.loss_scale_factor = factor
             optimizer = choose(optimizer, model, part.level)
     if optimizer is not getattr(model, "optimizer", None):
         named = optimizer_in_files(optimizer, model)
