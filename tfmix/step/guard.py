@@ -1,11 +1,11 @@
 """Undoes what a bad batch has written in a train step, or in a call.
 
 Each `apply` in a step, of any optimizer, reports to the record of the step.
-Keras's own step has one, and a `LossScaleOptimizer` knows what it did. A step of
-the user's own may have others, and an unwrapped optimizer may apply in a branch
-of a conditional, so TensorFlow counts reports in a variable. Under JAX a step
-is a function of its state, of which only the counters of the model's optimizer
-are a part.
+Keras's own step has one, and a `LossScaleOptimizer` knows what it did. A step
+of the user's own may have others, and an unwrapped optimizer may apply in a
+branch of a conditional, so TensorFlow counts reports in a variable. Under JAX a
+step is a function of its state, of which only the counters of the model's
+optimizer are a part.
 """
 
 import contextlib
