@@ -243,6 +243,12 @@ def test_a_fixed_factor_on_the_inner_optimizer_is_not_lost_in_silence(said):
         wrapped.loss_scale_factor = 2.0
 
 
+def test_kerass_loss_scale_is_not_made_around_ours():
+    message = "no second loss scale around it.*without the outer"
+    with pytest.raises(ValueError, match=message):
+        keras.optimizers.LossScaleOptimizer(Wrapped("sgd"))
+
+
 def test_apply_refuses_what_it_cannot_place():
     wrapped, ours = Wrapped("sgd"), steps.variables()
     grads = list(map(keras.ops.convert_to_tensor, steps.gradients(0)))
