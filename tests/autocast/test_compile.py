@@ -232,6 +232,12 @@ def test_a_wrong_argument_raises_kerass_error():
         after(F16, no_such_argument=1)
 
 
+def test_a_fixed_factor_that_keras_drops_is_named(said):
+    under(F16, sequential, optimizers.SGD(loss_scale_factor=64.0))
+    (text,) = said
+    assert "loss_scale_factor=64.0" in text
+
+
 def test_masters_that_cannot_be_added_are_requested():
     built = tfmix.LossScaleOptimizer("sgd")
     built.build([keras.Variable([1.0])])
