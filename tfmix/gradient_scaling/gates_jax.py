@@ -35,18 +35,6 @@ from tfmix.ops import jax_products
 _DOWN_OF_SECOND = 2.0**-7
 
 
-def is_reached(array: Any, others: Sequence) -> bool:
-    """Returns whether an array belongs to a running transformation.
-
-    Layers may keep arrays of one that has ended.
-
-    Args:
-        array: The array.
-        others: Arrays that do.
-    """
-    return tracing.is_traced_with(array, others)
-
-
 class Gates:
     """The gates of one call.
 
