@@ -22,7 +22,7 @@ class Block:
             by it; `None` for that of the process.
         around: What the running model call is part of, `None` if of nothing.
         gates: The gates of the model's call that runs, `None` if there are
-            none.
+            none. TensorFlow has the function where their power is known.
         power: The power of two of the gradients that are formed now, `None`
             if they are unscaled.
         in_loop: Whether the code runs in each step of a loop.

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import keras
 
 from tfmix._keras import (
-    custom_vjp,
     global_state,
     layers,
     op_places,
@@ -73,6 +72,12 @@ if keras.backend.backend() == "tensorflow":
     _OF_BACKEND: tuple[Replaced, ...] = (
         Replaced(
             OPS,
+            "A user's gradient runs under the settings of the layer's call.",
+            tapes.CUSTOM,
+            replacing.lazily(_of_user),
+        ),
+        Replaced(
+            OPS,
             "A tape may watch the 16-bit copy of a tensor.",
             tapes.WATCH,
             replacing.lazily(tensors.watching),
@@ -91,14 +96,14 @@ if keras.backend.backend() == "tensorflow":
         ),
     )
 else:
-    from tfmix.ops import jax_custom_gradients
+    from tfmix.gradient_scaling import gates_jax
 
     _OF_BACKEND = (
         Replaced(
             OPS,
             "A user's gradient function in a model gets unscaled gradients.",
-            custom_vjp.PLACES,
-            replacing.lazily(jax_custom_gradients.unscaled),
+            tapes.CUSTOM,
+            replacing.lazily(gates_jax.of_users),
         ),
     )
 
@@ -149,12 +154,6 @@ LIST = (
             (wrapper.OptimizerWrapper, "apply"),
         ],
         _under_policy(bare_optimizers.make_apply),
-    ),
-    Replaced(
-        OPS,
-        "A user's gradient runs under the settings of the layer's call.",
-        recomputation.PLACES,
-        replacing.lazily(_of_user),
     ),
     *_OF_BACKEND,
     Replaced(
