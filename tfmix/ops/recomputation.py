@@ -10,7 +10,6 @@ sign. In a float16 model it computes in float32, and gets what comes in there
 unscaled.
 """
 
-import contextvars
 import functools
 import inspect
 from collections.abc import Callable
@@ -90,15 +89,17 @@ def _in_float32(
     )
 
 
-def _times(factor: Any, gradient: Any) -> Any:
-    """Multiplies a gradient, dense or sparse, by a power of two."""
-    if isinstance(gradient, tf.IndexedSlices):
-        values = _times(factor, gradient.values)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    if gradient is None or not gradient.dtype.is_floating:
-        return gradient
-    wide = tensors.to_float32(tf.convert_to_tensor(gradient))
-    return wide * tf.cast(factor, wide.dtype)
+def _times(factor: Any, gradients: Any) -> Any:
+    """Multiplies gradients, dense or sparse, by a power of two."""
+
+    def scaled(part: Any) -> Any:
+        if part is None:
+            return None
+        wide = tensors.to_float32(tf.convert_to_tensor(part))
+        is_float = wide.dtype.is_floating
+        return wide * tf.cast(factor, wide.dtype) if is_float else wide
+
+    return tf.nest.map_structure(scaled, gradients, expand_composites=True)
 
 
 def _as_now(gradient: Callable, block: Block, unscales: bool) -> Callable:
@@ -110,27 +111,22 @@ def _as_now(gradient: Callable, block: Block, unscales: bool) -> Callable:
         unscales: Whether the function gets unscaled gradients. It returns the
             user's, which are scaled again.
     """
-    state, settings = global_state.call_state(), contextvars.copy_context()
-
-    def as_called(now: context_values.Block, args: Any, kwargs: Any) -> Any:
-        power = None if unscales else now.power
-        with (
-            block(),
-            global_state.as_called(state),
-            context_values.holding(power=power, gates=now.gates),
-        ):
-            return gradient(*args, **kwargs)
+    state, settings = global_state.call_state(), context_values.block.get()
 
     def run(*upstream: Any, **variables: Any) -> Any:
         now = context_values.block.get()
         by = now.power if unscales else None
         if by is not None:
-            upstream = tuple(_times(by.down, x) for x in upstream)
-        # A context cannot be entered twice at a time, as second order would.
-        found = settings.copy().run(as_called, now, upstream, variables)
-        if by is None:
-            return found
-        return tf.nest.map_structure(functools.partial(_times, by.up), found)
+            upstream = _times(by.down, upstream)
+        power = None if unscales else now.power
+        held = {**vars(settings), "power": power, "gates": now.gates}
+        with (
+            block(),
+            global_state.as_called(state),
+            context_values.holding(**held),
+        ):
+            found = gradient(*upstream, **variables)
+        return found if by is None else _times(by.up, found)
 
     # TensorFlow looks for an argument `variables`. mypy does not know this
     # attribute of functions.
