@@ -254,7 +254,7 @@ def _saying_why(down: Any, tensor: Any, lost: Callable) -> Any:
     """Divides a gradient; what overflowed inside becomes infinite."""
     real = tf.math.real(tensor) if tensor.dtype.is_complex else tensor
     wide = tensors.cast(tensor, tf.float32) if _is_small(tensor) else tensor
-    down = tensors.cast(down, wide.dtype)
+    down = _alike(down, wide.dtype)
     fine, select = tf.raw_ops.IsFinite(x=real), tf.raw_ops.SelectV2
     largest, by = lost(wide.dtype)
     if by is None:
@@ -276,8 +276,8 @@ def _lost(down: Any, dtype: tf.DType) -> tuple[Any, Any]:
         # XLA joins one selection with other kernels. Nothing that looks for
         # infinities looks into its program.
         return tensors.cast(tf.raw_ops.AddV2(x=down, y=math.inf), dtype), None
-    large = tf.raw_ops.AddV2(x=tf.raw_ops.Sub(x=down, y=down), y=_LARGE)
-    return tf.constant(dtype.real_dtype.max, dtype), tensors.cast(large, dtype)
+    large = down - down + _LARGE
+    return tf.constant(dtype.real_dtype.max, dtype), _alike(large, dtype)
 
 
 def _times(factor: Any, tensor: Any) -> Any:
@@ -286,7 +286,13 @@ def _times(factor: Any, tensor: Any) -> Any:
         # It is quick to trace, for hundreds of gradients.
         return tf.raw_ops.Mul(x=tensor, y=factor)
     wide = tensors.cast(tensor, tf.float32) if _is_small(tensor) else tensor
-    return tensors.cast(wide * tensors.cast(factor, wide.dtype), tensor.dtype)
+    by = _alike(factor, wide.dtype)
+    return tensors.cast(tf.raw_ops.Mul(x=wide, y=by), tensor.dtype)
+
+
+def _alike(factor: Any, dtype: tf.DType) -> Any:
+    """Returns a factor in a dtype; a number has none."""
+    return factor if isinstance(factor, float) else tensors.cast(factor, dtype)
 
 
 def _is_small(tensor: Any) -> bool:

@@ -6,8 +6,10 @@ later loss.
 """
 
 import contextlib
+import functools
+import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -185,26 +187,35 @@ def _items(owners: Iterable, state: dict) -> _Items:
         state: Values of variables in a scope.
     """
     found: _Items = {}
-    waiting: list[tuple[Any, Iterable]] = [(state, [*state])]
+    waiting: list[tuple[Any, Sequence]] = [(state, [*state])]
     for owner in owners:
         attributes = getattr(owner, "__dict__", {})
         waiting.append((attributes, layers.users_attributes(attributes)))
     seen: set[int] = set()
     # The list grows meanwhile.
     for container, keys in waiting:
-        for key in keys:
+        kinds = map(type, map(container.__getitem__, keys))
+        for key in itertools.compress(keys, map(_holds, kinds)):
             value = container[key]
             kind: Any = type(value)
-            if issubclass(kind, list | dict) and id(value) not in seen:
+            if _holds(kind) == "arrays":
+                found[id(container), key] = container, key, value
+            elif id(value) not in seen:
                 seen.add(id(value))
                 is_dict = isinstance(value, dict)
                 inner = [*value] if is_dict else range(len(value))
                 waiting.append((value, inner))
-            elif issubclass(kind, tuple) or keras_variables.derives(
-                kind, tensors.ARRAYS
-            ):
-                found[id(container), key] = container, key, value
     return found
+
+
+# Every call asks this of all attributes.
+@functools.cache
+def _holds(kind: Any) -> str | None:
+    """Returns what objects of a type hold."""
+    if issubclass(kind, list | dict):
+        return "items"
+    is_array = issubclass(kind, tuple) or issubclass(kind, tensors.ARRAYS)
+    return "arrays" if is_array else None
 
 
 def _left(after: _Items, before: _Items) -> list[_Item]:

@@ -422,8 +422,7 @@ class _Guard:
     def _watched(self) -> list[keras.Variable]:
         """Returns the variables that a skipped step must not change."""
         own = training.weights_of_own_step(self._model)
-        unlisted = layers.unlisted_variables(self._model)
-        others = [*self._model.non_trainable_variables, *unlisted]
+        others = layers.untrained_variables(self._model)
         state = filter(keras_variables.is_state, others)
         return [*state, *self._reported(), *own]
 
@@ -482,8 +481,7 @@ def statistics_kept_finite(
     if not training:
         yield
         return
-    unlisted = layers.unlisted_variables(model)
-    variables = [*model.non_trainable_variables, *unlisted]
+    variables = layers.untrained_variables(model)
     step = current_step()
     # The guard restores the variables that it watches.
     watched = frozenset() if step is None else step.watched
