@@ -190,8 +190,13 @@ def replaced(
             with _named(by_graph or by_tape, len(results)):
                 made = tf.identity_n(inputs)[: len(results)]
     sources = [*tensors, *(variable.handle for variable in variables)]
-    record.record_operation("Tfmix", made, sources, by_tape)
+    record_as(made, sources, by_tape)
     return made
+
+
+def record_as(results: Sequence, sources: Sequence, gradient: Gradient) -> None:
+    """Records how a gradient of results that no tape has recorded is formed."""
+    record.record_operation("Tfmix", results, sources, gradient)
 
 
 def _named(gradient: Gradient, count: int) -> Any:

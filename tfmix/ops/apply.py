@@ -486,8 +486,9 @@ def with_weights(call: Call) -> Any:
         return products.convolved(*factors, _positions(call))
     if name == "multiply":
         return products.multiplied(*factors)
-    sign = -1 if name == "subtract" and place == 1 else 1
-    return products.added(*factors, sign)
+    second = -1 if name == "subtract" else 1
+    signs = (1, second) if place else (second, 1)
+    return products.added(*factors, signs)
 
 
 def _axes(call: Call) -> contraction.Contraction | None:

@@ -65,6 +65,11 @@ class Contraction:
         return Contraction(self.inputs, self.outputs, self.weight)
 
     @functools.cached_property
+    def turned(self) -> "Contraction":
+        """The same with the factors in the other order."""
+        return Contraction(self.weight, self.inputs, self.outputs)
+
+    @functools.cached_property
     def positions(self) -> tuple:
         """The summed axes of both factors, and their batch axes."""
         sides = self.inputs, self.weight
@@ -82,6 +87,12 @@ class Contraction:
             and len(set(self.weight)) == len(self.weight)
             and sorted(self.outputs) == sorted(self.order)
         )
+
+    @functools.cached_property
+    def is_of_matrices(self) -> bool:
+        """Returns whether it is a product of two matrices."""
+        sides = self.inputs, self.weight, self.outputs
+        return self.is_product and all(len(side) == 2 for side in sides)
 
 
 def of_op(

@@ -103,14 +103,14 @@ def multiplied(function: Function, inputs: Any, weight: Any, copy: Any) -> Any:
 
 
 def added(
-    function: Function, inputs: Any, weight: Any, copy: Any, sign: int
+    function: Function, inputs: Any, weight: Any, copy: Any, signs: Any
 ) -> Any:
     """Computes a sum with a term, such as a bias, that has a sign.
 
     The weight is repeated in float32, rounded and added. Backwards, the sum of
     the rounded values is then one of float32 numbers.
     """
-    del copy, sign
+    del copy, signs
     dtype, shape = (
         inputs.dtype,
         jnp.broadcast_shapes(inputs.shape, weight.shape),

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfmix._keras import (
@@ -58,7 +59,11 @@ def contracted(
         multiply = functools.partial(_product, axes=axes.of_weight)
         return _summed(multiply, [inputs, upstream], count)
 
-    return _with_gradient(function, inputs, weight, copy, of_weight)
+    def of_inputs(upstream: Any, narrow: Any) -> Any:
+        return _product(upstream, narrow, axes.of_inputs)
+
+    known = of_inputs if axes.is_of_matrices else None
+    return _with_gradient(function, inputs, weight, copy, of_weight, known)
 
 
 def convolved(
@@ -94,32 +99,43 @@ def multiplied(function: Function, inputs: Any, weight: Any, copy: Any) -> Any:
 
 
 def added(
-    function: Function, inputs: Any, weight: Any, copy: Any, sign: int
+    function: Function, inputs: Any, weight: Any, copy: Any, signs: Sequence
 ) -> Any:
-    """Computes a sum with a term, such as a bias, that has a sign."""
+    """Computes a sum with a term, such as a bias; each has a sign."""
+
+    def of_inputs(upstream: Any, _: Any) -> Any:
+        if upstream.shape != inputs.shape:
+            total = _of_term(_wide(upstream), inputs)
+            upstream = tensors.cast(total, inputs.dtype)
+        return upstream if signs[0] > 0 else -upstream
 
     def of_weight(_: Any, upstream: Any, narrow: Any) -> Any:
         if _adds_rows(weight, upstream):
             total = _row_sum(upstream, narrow)
         else:
             total = _of_term(_wide(upstream), weight)
-        return -total if sign < 0 else total
+        return total if signs[1] > 0 else -total
 
-    return _with_gradient(function, inputs, weight, copy, of_weight)
+    return _with_gradient(function, inputs, weight, copy, of_weight, of_inputs)
 
 
 def _of_term(upstream: Any, term: Any) -> Any:
     """Returns the gradient of a term of a sum that may have repeated it."""
-    axes: Any
-    if term.shape.is_fully_defined():
-        more = upstream.shape.rank - term.shape.rank
-        repeated = [more + n for n, size in enumerate(term.shape) if size == 1]
-        axes = [*range(more), *repeated]
+    shape, axes = term.shape, None
+    if shape.is_fully_defined():
+        more = upstream.shape.rank - shape.rank
+        sizes = enumerate(shape.as_list(), more)
+        repeated = [n for n, size in sizes if size == 1]
+        # A list would first become a tensor.
+        axes = np.array([*range(more), *repeated], "int32")
+        if not repeated:
+            return tf.raw_ops.Sum(input=upstream, axis=axes)
     else:
         axes, _ = tf.raw_ops.BroadcastGradientArgs(
             s0=tf.shape(term), s1=tf.shape(upstream)
         )
-    return tf.reshape(tf.reduce_sum(upstream, axes), _shape(term))
+    total = tf.raw_ops.Sum(input=upstream, axis=axes)
+    return tf.reshape(total, _shape(term))
 
 
 def _adds_rows(weight: Any, upstream: Any) -> bool:
@@ -202,15 +218,26 @@ def _reciprocal(power: Any, dtype: Any) -> Any:
 
 
 def _with_gradient(
-    function: Function, inputs: Any, weight: Any, copy: Any, of_weight: Gradient
+    function: Function,
+    inputs: Any,
+    weight: Any,
+    copy: Any,
+    of_weight: Gradient,
+    of_inputs: Function | None = None,
 ) -> Any:
     """Returns a result with TensorFlow's own gradient, but for the weight.
 
     Who walks through a graph or replaces gradients meets the operations of the
-    forward pass.
+    forward pass. In eager mode each operation more takes as long as one of a
+    small model, so where the other gradient is known, too, one record has both.
     """
-    if tf.executing_eagerly() and not tapes.reach(weight):
-        return function(inputs, copy)
+    if tf.executing_eagerly():
+        if not tapes.reach(weight):
+            return function(inputs, copy)
+        if of_inputs is not None:
+            return _recorded(
+                function, inputs, weight, copy, of_weight, of_inputs
+            )
     # The gradient of a branch can only use what the branch has captured.
     inputs, weight = tapes.local(inputs), tapes.local(weight)
     with tapes.unrecorded():
@@ -228,6 +255,30 @@ def _with_gradient(
 
     sources = [result, inputs, weight]
     (result,) = tapes.replaced([result], sources, [], of_all)
+    return result
+
+
+def _recorded(
+    function: Function,
+    inputs: Any,
+    weight: Any,
+    copy: Any,
+    of_weight: Gradient,
+    of_inputs: Function,
+) -> Any:
+    is_asked = tapes.reach(inputs)
+    with tapes.unrecorded():
+        result = function(inputs, copy)
+
+    def of_both(upstream: Any) -> list:
+        narrow = copy
+        if tapes.is_recorded():
+            # The gradient of this one needs to know the weight.
+            narrow = tensors.cast(weight, copy.dtype)
+        of_first = of_inputs(upstream, narrow) if is_asked else None
+        return [of_first, of_weight(inputs, upstream, narrow)]
+
+    tapes.record_as([result], [inputs, weight], of_both)
     return result
 
 
@@ -271,11 +322,10 @@ def _wide_product(a: Any, b: Any, axes: Contraction) -> Any:
 
 def _product(a: Any, b: Any, axes: Contraction) -> Any:
     """Multiplies two tensors of one dtype, and returns that."""
-    sides = axes.inputs, axes.weight, axes.outputs
-    if axes.is_product and all(len(side) == 2 for side in sides):
+    if axes.is_of_matrices:
         # In eager mode an `Einsum` takes three times as long.
         if axes.outputs != axes.order:
-            a, b, axes = b, a, Contraction(*sides[1::-1], axes.outputs)
+            a, b, axes = b, a, axes.turned
         return tf.raw_ops.MatMul(
             a=a,
             b=b,
