@@ -192,14 +192,21 @@ def untrained_variables(model: keras.Model) -> list:
     and TensorFlow's own variables, in attributes of layers, and in lists and
     dicts there.
     """
-    listed = model.variables
-    found = [x for x in listed if not (x.trainable and model.trainable)]
+    flat = flat_layers(model)
+    # Keras's own list takes each layer's from the layers around it.
+    listed = {
+        id(x): x
+        for layer in flat
+        for x in (*layer._trainable_variables, *layer._non_trainable_variables)
+    }
+    all_trained = model.trainable
+    found = [x for x in listed.values() if not (all_trained and x.trainable)]
     if keras.backend.backend() != "tensorflow":
         # Keras passes the others to no step that JAX compiles.
         return found
-    seen = {*map(id, listed)}
+    seen = {*listed}
     waiting: list[list] = []
-    for attributes in map(vars, flat_layers(model)):
+    for attributes in map(vars, flat):
         names = users_attributes(attributes)
         waiting.append([attributes[name] for name in names])
     # The list grows meanwhile.

@@ -230,22 +230,33 @@ def _unscaled(down: Any, gradients: Sequence, says_why: Sequence) -> list:
         unscaled = functools.partial(_saying_why, lost=lost)
         true[n] = (unscaled if says_why[n] else _times)(by, tensor)
     if together:
-        numbers, tensors, factors = zip(*together, strict=True)
-        sizes = [tensor.shape.num_elements() for tensor in tensors]
-        flat = tf.concat([tf.reshape(x, (-1,)) for x in tensors], 0)
+        numbers, values, factors = zip(*together, strict=True)
+        shapes = [value.shape for value in values]
+        sizes = np.array([shape.num_elements() for shape in shapes])
+        flat = tf.concat([_reshaped(x, [-1]) for x in values], 0)
         if set(factors) != {1.0}:
             down *= np.repeat(np.array(factors, "float32"), sizes)
-        parts = tf.split(_saying_why(down, flat, lost), sizes)
-        for n, part, tensor in zip(numbers, parts, tensors, strict=True):
-            true[n] = tf.reshape(part, tensor.shape)
+        parts = tf.raw_ops.SplitV(
+            value=_saying_why(down, flat, lost),
+            size_splits=sizes,
+            axis=np.int32(0),
+            num_split=len(sizes),
+        )
+        for n, part, shape in zip(numbers, parts, shapes, strict=True):
+            true[n] = _reshaped(part, shape)
     return true
+
+
+def _reshaped(tensor: Any, shape: Any) -> Any:
+    is_vector = len(shape) == len(tensor.shape) == 1
+    return tensor if is_vector else tf.reshape(tensor, shape)
 
 
 def _may_join(tensor: Any, factor: Any) -> bool:
     return (
         tensor.dtype == tf.float32
         and (factor is None or isinstance(factor, float))
-        and tracing.by_gpu_kernels()
+        and (tf.executing_eagerly() or tracing.by_gpu_kernels())
         and finite.is_small(tensor)
     )
 

@@ -82,7 +82,7 @@ def between_gates(
     before = _items([*flat, *objects], state)
     held = [item for item in before.values() if _is_reached(item, values)]
     held += weights
-    pair = gates.Gates(placing.of(model), _overwritten(model, state))
+    pair = gates.Gates(placing.of(model), _overwritten(flat, state))
     kept, with_kept = tensors.floats([value for *_, value in held])
     inside = pair.enter([*exact, *kept])
     new = map(_rounded, given, exact, inside)
@@ -170,9 +170,10 @@ def _traced(model: keras.Model) -> list[_Item]:
     return [item for item in items if tracing.is_symbolic(item[-1])]
 
 
-def _overwritten(model: keras.Model, states: dict[int, Any]) -> set[int]:
+def _overwritten(flat: list, states: dict[int, Any]) -> set[int]:
     """Returns the `id`s of values whose gradient is their next value."""
-    variables = filter(keras_variables.is_overwritten, model.variables)
+    own = itertools.chain(*map(keras_variables.own_variables, flat))
+    variables = filter(keras_variables.is_overwritten, own)
     return {
         id(states.get(id(v), keras_variables.local(v.value))) for v in variables
     }

@@ -244,7 +244,8 @@ class Call:
                     return factors[0]
                 return factors[1] if value is second else value
 
-            return run(*keras.tree.map_structure(other, arguments))
+            args, kwargs = tensors.map_leaves(arguments, other)
+            return run(args, kwargs)
 
         return function
 

@@ -47,6 +47,7 @@ else:
     import jax
 
     ARRAYS = jax.Array, jax.core.Tracer, np.ndarray
+_NESTS = list, tuple, dict
 _DATA = (numbers.Number, np.generic, np.ndarray)
 
 
@@ -286,13 +287,17 @@ def map_leaves(nest: Any, function: Callable[[Any], Any]) -> Any:
 
     Types are kept, and parts that do not change are returned as they are.
     """
-    if isinstance(nest, dict):
-        keys, values = list(nest), list(nest.values())
-    elif isinstance(nest, list | tuple):
-        keys, values = list(range(len(nest))), list(nest)
-    else:
+    if not isinstance(nest, _NESTS):
         return function(nest)
-    mapped = [map_leaves(value, function) for value in values]
+    is_dict = isinstance(nest, dict)
+    values = [*nest.values()] if is_dict else nest
+    # Most are leaves, and each op asks.
+    mapped = [
+        map_leaves(value, function)
+        if isinstance(value, _NESTS)
+        else function(value)
+        for value in values
+    ]
     if all(map(operator.is_, mapped, values)):
         return nest
     if hasattr(type(nest), "_fields"):
@@ -301,6 +306,7 @@ def map_leaves(nest: Any, function: Callable[[Any], Any]) -> Any:
         return tuple.__new__(type(nest), mapped)
     # A copy is made because the constructor may take other arguments.
     other = copy.copy(nest)
+    keys = [*nest] if is_dict else range(len(nest))
     for key, value in zip(keys, mapped, strict=True):
         other[key] = value
     return other
