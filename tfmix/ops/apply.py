@@ -386,6 +386,25 @@ def cast(call: Call) -> Any:
     return result
 
 
+def assigning(original: Callable, exactly: Callable) -> Callable:
+    """Returns what assigns to a variable: 16-bit values by `exactly`.
+
+    Args:
+        original: Keras's method.
+        exactly: Takes this, the variable and the value.
+    """
+
+    @functools.wraps(original)
+    def assign(self: Any, value: Any) -> Any:
+        kind: Any = type(value)
+        dtype = tensors.known_dtype(kind, getattr(value, "dtype", None))
+        if dtype in _formats.SIXTEEN_BIT:
+            return exactly(original, self, value)
+        return original(self, value)
+
+    return assign
+
+
 def _in_float32(call: Call) -> Any:
     """Computes in float32; what is 16 bit by list or by wish is rounded."""
     result, wanted = call.in_float32(), call.wanted()
