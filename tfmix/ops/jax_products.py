@@ -12,13 +12,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-import jax.extend.core
 from jax import lax
 from jax import numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from tfmix._keras import context_values
-from tfmix.ops.contraction import Contraction
 
 # Computes a result from a tensor and a weight of the same 16-bit dtype.
 Function = Callable[[Any, Any], Any]
@@ -33,22 +31,20 @@ Linear = Callable[[Any, Any, Any], Any]
 
 
 def contracted(
-    function: Function, inputs: Any, weight: Any, copy: Any, axes: Contraction
+    function: Function, inputs: Any, weight: Any, copy: Any, by_rows: bool
 ) -> Any:
-    """Computes a product of matrices, which sums `axes`.
+    """Computes a product of matrices.
 
     In float16 the weight's gradient is one product that sums in float32 and
-    returns float32; GPUs run that as fast as with a 16-bit result. In a loop,
-    which also reads and writes the sum over all steps in float32, this would
-    move an eighth more bytes. There, the inputs are divided by about the square
-    root of the number of rows, and the 16-bit result is multiplied in float32.
-    bfloat16 has float32's range, so its result is only rounded once and then
-    widened.
+    returns float32; GPUs run that as fast as with a 16-bit result. JAX casts
+    its factors, as `default_matmul_precision` says. In a loop, which also reads
+    and writes the sum over all steps in float32, this would move an eighth more
+    bytes, so that is computed like a convolution. bfloat16 has float32's range,
+    so its result is only rounded once and then widened.
     """
-    del copy
-    if inputs.dtype != jnp.float16:
-        return function(inputs, weight.astype(inputs.dtype))
-    in_loop = context_values.block.get().in_loop
+    del by_rows
+    if inputs.dtype != jnp.float16 or context_values.block.get().in_loop:
+        return convolved(function, inputs, weight, copy)
 
     def wide(inputs: Any, tangent: Any) -> Any:
         return function(inputs.astype(tangent.dtype), tangent)
@@ -58,44 +54,36 @@ def contracted(
             return wide(inputs, tangent)
 
     def linear(inputs: Any, tangent: Any, result: Any) -> Any:
-        if not in_loop:
-            change = lax.platform_dependent(
-                inputs, tangent, cpu=wide, default=in_16_bit
-            )
-            return change.astype(inputs.dtype)
-        sizes = dict(zip(axes.outputs, result.shape, strict=True))
-        power = root_of_two(math.prod(sizes[x] for x in axes.free))
-        narrow = (tangent * power).astype(inputs.dtype)
-        return function(inputs * jnp.asarray(1 / power, inputs.dtype), narrow)
+        del result
+        # A CPU has no such product.
+        change = lax.platform_dependent(
+            inputs, tangent, cpu=wide, default=in_16_bit
+        )
+        return change.astype(inputs.dtype)
 
     return _with_gradient(function, linear, inputs, weight)
 
 
-def convolved(
-    function: Function, inputs: Any, weight: Any, copy: Any, positions: Callable
-) -> Any:
+def convolved(function: Function, inputs: Any, weight: Any, copy: Any) -> Any:
     """Computes a convolution.
 
     No accelerator returns a filter's gradient of 16-bit factors in float32. In
     float16, the incoming gradient is divided by about the square root of the
-    number of summed positions, and the result is multiplied in float32.
-    `positions` returns that number for the shapes of the inputs and the result.
+    number of products in each sum, and the result is multiplied in float32.
     """
     del copy
     if inputs.dtype != jnp.float16:
         return function(inputs, weight.astype(inputs.dtype))
 
     def linear(inputs: Any, tangent: Any, result: Any) -> Any:
-        power = root_of_two(positions(inputs.shape, result.shape))
+        # This is so if each number of the weight is in as many products as each
+        # number of both other factors.
+        count = math.sqrt(inputs.size * result.size / max(tangent.size, 1))
+        power = 2.0 ** math.ceil(math.log2(max(count, 1)) / 2)
         narrow = (tangent * power).astype(inputs.dtype)
         return function(inputs, narrow) * jnp.asarray(1 / power, inputs.dtype)
 
     return _with_gradient(function, linear, inputs, weight)
-
-
-def root_of_two(count: int) -> float:
-    """Returns a power of two of about the square root of a count."""
-    return 2.0 ** math.ceil(math.log2(max(count, 1)) / 2)
 
 
 def multiplied(function: Function, inputs: Any, weight: Any, copy: Any) -> Any:
