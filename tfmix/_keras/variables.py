@@ -650,30 +650,18 @@ def autocast(dtype: str | None) -> Any:
     return backend_variables.AutocastScope(dtype)
 
 
+def is_float32(variable: keras.Variable) -> bool:
+    """Returns whether a variable, not what a layer reads of it, is float32."""
+    return bool(variable._dtype == "float32")
+
+
 def narrow_dtype(variable: keras.Variable) -> str | None:
     """Returns the dtype to which a read casts a float32 variable, if 16-bit."""
     scope = backend_variables.get_autocast_scope()
     if scope is None or scope.dtype not in _formats.SIXTEEN_BIT:
         return None
-    is_cast = variable._autocast and variable._dtype == "float32"
+    is_cast = variable._autocast and is_float32(variable)
     return scope.dtype if is_cast else None
-
-
-def make_assign(original: Callable, exactly: Callable) -> Callable:
-    """Returns what assigns to a variable, by `exactly` what lost digits.
-
-    Args:
-        original: Keras's function of `ASSIGN`.
-        exactly: Takes this, a float32 variable and a 16-bit value.
-    """
-
-    @functools.wraps(original)
-    def assign(self: Any, value: Any) -> Any:
-        if self._dtype == "float32" and is_narrow(value):
-            return exactly(original, self, value)
-        return original(self, value)
-
-    return assign
 
 
 def place_of_value(variable: keras.Variable) -> tuple[dict, str, Any]:

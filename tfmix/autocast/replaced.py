@@ -34,6 +34,7 @@ from tfmix._keras.replacing import COMPILE, LAYERS, OPS
 from tfmix.autocast import bare_optimizers, fallback, global_policy
 from tfmix.autocast import compile as compiling
 from tfmix.ops import (
+    apply,
     attention,
     recomputation,
     stand_ins,
@@ -131,9 +132,7 @@ LIST = (
         OPS,
         "A layer's state is what float32 computes.",
         [keras_variables.ASSIGN],
-        functools.partial(
-            keras_variables.make_assign, exactly=fallback.assign_exactly
-        ),
+        functools.partial(apply.assigning, exactly=fallback.assign_exactly),
     ),
     Replaced(
         OPS,

@@ -289,8 +289,7 @@ def map_leaves(nest: Any, function: Callable[[Any], Any]) -> Any:
     """
     if not isinstance(nest, _NESTS):
         return function(nest)
-    is_dict = isinstance(nest, dict)
-    values = [*nest.values()] if is_dict else nest
+    values = [*nest.values()] if isinstance(nest, dict) else nest
     # Most are leaves, and each op asks.
     mapped = [
         map_leaves(value, function)
@@ -306,7 +305,7 @@ def map_leaves(nest: Any, function: Callable[[Any], Any]) -> Any:
         return tuple.__new__(type(nest), mapped)
     # A copy is made because the constructor may take other arguments.
     other = copy.copy(nest)
-    keys = [*nest] if is_dict else range(len(nest))
+    keys = [*nest] if isinstance(nest, dict) else range(len(nest))
     for key, value in zip(keys, mapped, strict=True):
         other[key] = value
     return other
