@@ -190,7 +190,7 @@ def under(rule: str, make: Maker) -> Maker:
 Wrapper = Callable[..., Any]
 # The first is the innermost. A layer that falls back to float32 is traced again
 # under the policy's rules, and the guard restores what ran under them.
-EXACT, FALLBACK, RULES, GUARD = _ROLES = "exact", "fallback", "rules", "guard"
+CALL, RULES, GUARD = _ROLES = "call", "rules", "guard"
 # JAX compiles a function object once. A method of a class is a new object each
 # time it is read. Our wrapper is not, so each of these gets a new one: else a
 # model that is compiled again would go on with its first loss and metrics.

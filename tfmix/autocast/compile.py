@@ -19,7 +19,7 @@ from tfmix._keras import (
     replacing,
     training,
 )
-from tfmix.autocast import exact_inputs, fallback, record
+from tfmix.autocast import layer_calls, record
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.loss_scaling import rules
 from tfmix.optimizers import master_weights, sixteen_bit_optimizer
@@ -63,12 +63,10 @@ def _adopt(model: keras.Model) -> None:
         return
     for layer in layers.flat_layers(model):
         is_model = isinstance(layer, keras.Model)
-        has_fallback = replacing.part(layer, replacing.FALLBACK)
-        if has_fallback or (is_model and _has_record(layer)):
+        is_attached = replacing.part(layer, replacing.CALL)
+        if is_attached or (is_model and _has_record(layer)):
             continue
-        exact_inputs.keep_exact(layer)
-        if not layers.is_structure(layer):
-            fallback.attach(layer)
+        layer_calls.attach(layer)
         if is_model and _policy_of(layer):
             record.set_policy(layer, policy)
 

@@ -22,7 +22,7 @@ from tfmix._keras import (
     layers,
     replacing,
 )
-from tfmix.autocast import exact_inputs, fallback, record
+from tfmix.autocast import layer_calls, record
 from tfmix.ops import stand_ins
 from tfmix.policy import float32_layers
 from tfmix.policy import policy as policies
@@ -294,12 +294,6 @@ def _prepare(
     """Gives a layer that was just initialized its part of the policy."""
     dtype = kwargs.get("dtype")
     layers.mark(layer, origin=layers.origin_of(kwargs))
-    is_sixteen_bit = policies.is_sixteen_bit(policy)
-    # A layer's own `compute_dtype` may need what its constructor sets later.
-    own_dtype = layer.dtype_policy.compute_dtype
-    is_float32 = is_sixteen_bit and own_dtype == "float32"
-    if is_float32 or not layers.takes_casts(layer):
-        exact_inputs.keep_exact(layer)
     if dtype is None or layer.dtype_policy.name == "float32":
         # A file stores the dtype that a rule chose, but not that of inner
         # layers.
@@ -308,13 +302,13 @@ def _prepare(
         layers.set_policy(layer, policies.plain(dtype))
     if isinstance(layer, keras.Model):
         record.set_policy(layer, policy)
-    if is_sixteen_bit and not layers.is_structure(layer):
-        fallback.attach(layer)
+    if policies.is_sixteen_bit(policy) or not layers.takes_casts(layer):
+        layer_calls.attach(layer)
 
 
 def _keep_float32(layer: keras.Layer) -> None:
     """Makes a layer, and inner layers without an own dtype, float32."""
-    exact_inputs.make_float32(layer)
+    layer_calls.make_float32(layer)
     _keep_inside_float32(layer)
 
 
@@ -325,7 +319,7 @@ def _keep_inside_float32(layer: keras.Layer) -> None:
     for inner in layers.flat_layers(layer)[1:]:
         chosen = copies or layers.marks(inner).origin == layers.DEFAULT
         if chosen and inner.compute_dtype != "float32":
-            exact_inputs.make_float32(inner)
+            layer_calls.make_float32(inner)
 
 
 def _apply_rules(layer: keras.Layer, policy: keras.DTypePolicy) -> None:

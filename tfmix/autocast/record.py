@@ -22,7 +22,7 @@ from tfmix._keras import (
     replacing,
     training,
 )
-from tfmix.autocast import exact_inputs, fallback
+from tfmix.autocast import layer_calls
 from tfmix.float8 import chosen_layers
 from tfmix.gradient_scaling import model_call, outermost, placing
 from tfmix.loss_scaling import optimizer as scaling
@@ -47,7 +47,7 @@ def set_policy(model: keras.Model, policy: keras.DTypePolicy) -> None:
     if policies.is_sixteen_bit(policy):
         replacing.want(replacing.COMPILE, True)
         layers.rematerialize_anew(model)
-        exact_inputs.begin_exact(model)
+        layer_calls.begin_exact(model)
         record = _MixedModel(model, policy)
         replacing.attach(model, replacing.RULES, record)
         model_call.note_scaling(model, True)
@@ -158,7 +158,7 @@ class _MixedModel:
         code = context_values.block.get().users_code
         with context_values.holding(users_code=""):
             outputs = self._calls.run(*args, **kwargs)
-        if code == fallback.FLOAT32:
+        if code == layer_calls.FLOAT32:
             wide = tensors.to_float32_with_notes
             return tensors.map_leaves(outputs, wide)
         return outputs
@@ -190,7 +190,7 @@ class _MixedModel:
 
         A user's own step may combine their results with float32.
         """
-        with context_values.holding(users_code=fallback.FLOAT32):
+        with context_values.holding(users_code=layer_calls.FLOAT32):
             return self._under_rules(original, *args, **kwargs)
 
     def _place(self, args: tuple, kwargs: dict) -> Any:
@@ -216,7 +216,7 @@ class _MixedModel:
 
     def _build(self, original: Callable, *args: Any, **kwargs: Any) -> None:
         """Builds a Sequential, whose layers draw their initial values."""
-        build = functools.partial(exact_inputs.build_exactly, self._model)
+        build = functools.partial(layer_calls.build_exactly, self._model)
         self._under_rules(build, original, *args, **kwargs)
 
     def _before_tracing(self, original: Callable, **batch: Any) -> None:
@@ -233,7 +233,7 @@ class _MixedModel:
         shown = original(*args, **kwargs)
         order = training.ORDERS["summary"]
         show = replacing.argument(order, args, kwargs, "print_fn") or print
-        for note in fallback.reasons(self._model):
+        for note in layer_calls.reasons(self._model):
             show(f" {note}")
         for layer, why in chosen_layers.reasons(self._model).items():
             place = f"not in float8: {why}" if why else "in float8"

@@ -31,7 +31,7 @@ from tfmix._keras import (
 )
 from tfmix._keras import variables as keras_variables
 from tfmix._keras.replacing import COMPILE, LAYERS, OPS
-from tfmix.autocast import bare_optimizers, fallback, global_policy
+from tfmix.autocast import bare_optimizers, global_policy, layer_calls
 from tfmix.autocast import compile as compiling
 from tfmix.ops import (
     attention,
@@ -132,7 +132,7 @@ LIST = (
         "A layer's state is what float32 computes.",
         [keras_variables.ASSIGN],
         functools.partial(
-            keras_variables.make_assign, exactly=fallback.assign_exactly
+            keras_variables.make_assign, exactly=layer_calls.assign_exactly
         ),
     ),
     Replaced(

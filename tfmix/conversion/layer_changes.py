@@ -12,7 +12,7 @@ from tfmix._keras import (
     replacing,
     variables,
 )
-from tfmix.autocast import exact_inputs, fallback
+from tfmix.autocast import layer_calls
 from tfmix.conversion import planned_policies
 
 Undo = Callable[[], None]
@@ -65,7 +65,7 @@ def check_undo(steps: list[planned_policies.Step]) -> None:
             planned_policies.entry(policy, step.layer).name
             for policy in (step.policy, step.layer.dtype_policy)
         )
-        if made != now and not fallback.reason(step.layer):
+        if made != now and not layer_calls.reason(step.layer):
             raise RuntimeError(
                 f"This conversion made layer {step.layer.name!r} {made!r}, and "
                 f"it is {now!r} by now. Undo the later conversion first. A "
@@ -98,13 +98,10 @@ def _set_policy(
             layers.put(layer, layers.FIRST_CALLED, first_called)
 
     way_back.callback(restore)
-    replacing.detach(layer, replacing.FALLBACK)
-    exact_inputs.forget_exact(layer)
+    replacing.detach(layer, replacing.CALL)
     layers.set_policy(layer, policy)
     if among_16_bit and not layers.is_input(layer):
-        exact_inputs.keep_exact(layer)
-        if not layers.is_structure(layer):
-            fallback.attach(layer)
+        layer_calls.attach(layer)
 
 
 def _note_origin(

@@ -12,7 +12,7 @@ from keras import ops
 
 from tfmix import _bad_rows, _formats, _progress
 from tfmix._keras import graphs, layers, optimizers, tracing, training
-from tfmix.autocast import fallback, global_policy
+from tfmix.autocast import global_policy, layer_calls
 from tfmix.autocast import record as mixed_model
 from tfmix.conversion import dtype_notes, planned_policies
 from tfmix.float8 import chosen_layers
@@ -219,7 +219,7 @@ def _under_policy(
             names = {*chosen.float32_ops, policies.SIXTEEN_BIT}
             conditions.enter_context(stand_ins.block(names))
         if chosen is not None:
-            conditions.enter_context(fallback.fresh(model))
+            conditions.enter_context(layer_calls.fresh(model))
             before = chosen_layers.reasons(model)
             conditions.callback(chosen_layers.restore, model, before)
             chosen_layers.restore(model, {})

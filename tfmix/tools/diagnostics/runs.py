@@ -12,7 +12,7 @@ from keras import ops
 from tfmix import _formats
 from tfmix._keras import graphs, layers, tracing
 from tfmix._keras import variables as keras_variables
-from tfmix.autocast import fallback
+from tfmix.autocast import layer_calls
 from tfmix.conversion import planned_policies
 from tfmix.tools.diagnostics import batch as batches
 from tfmix.tools.diagnostics import differentiation, probe, programs, ranges
@@ -91,7 +91,7 @@ def sixteen_bit(
     with graphs.policies(planned):
         programs.run(forward, batch.weights())
         ran = {layer: layers.own_policy(layer) for layer in planned}
-        fallbacks = fallback.reasons(batch.model)
+        fallbacks = layer_calls.reasons(batch.model)
     return SixteenBitRun(signatures, output_dtypes, ran, fallbacks)
 
 

@@ -19,7 +19,7 @@ import rich.console
 
 from tfmix import _messages
 from tfmix._keras import global_state, layers, replacing
-from tfmix.autocast import fallback, global_policy
+from tfmix.autocast import global_policy, layer_calls
 from tfmix.policy import names
 from tfmix.policy import policy as policies
 from tfmix.policy.devices import devices, suited_policy
@@ -211,7 +211,7 @@ class _Session:
             if layers.is_structure(layer) or layers.is_input(layer):
                 continue
             if layer.built:
-                kind, why = type(layer).__name__, fallback.reason(layer)
+                kind, why = type(layer).__name__, layer_calls.reason(layer)
                 self._found[kind, layers.path_of(layer)] = _Layer(
                     kind=kind,
                     dtype=layer.compute_dtype,
