@@ -177,18 +177,6 @@ def call_in_training(model: keras.Model, inputs: Any) -> Any:
     return model(inputs, training=True) if knows_modes else model(inputs)
 
 
-def compile_replaced(
-    model: keras.Model, original: Callable, *args: Any, **kwargs: Any
-) -> None:
-    """Calls a model's `compile`, after that of Keras is replaced again.
-
-    A model with a record outlasts `set_global_policy("float32")`.
-    """
-    if not replacing.is_wanted(replacing.COMPILE):
-        replacing.want(replacing.COMPILE, True)
-    replacing.wrapped(model, "compile", replacing.RULES)(*args, **kwargs)
-
-
 def adopt_optimizer(model: keras.Model, optimizer: Any, saved: Any) -> None:
     """Sets the optimizer of a compiled model, and the one its files name."""
     model.optimizer = optimizer

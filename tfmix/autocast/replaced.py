@@ -31,8 +31,7 @@ from tfmix._keras import (
 )
 from tfmix._keras import variables as keras_variables
 from tfmix._keras.replacing import COMPILE, LAYERS, OPS
-from tfmix.autocast import bare_optimizers, global_policy, layer_calls
-from tfmix.autocast import compile as compiling
+from tfmix.autocast import bare_optimizers, global_policy, layer_calls, record
 from tfmix.ops import (
     attention,
     recomputation,
@@ -107,7 +106,7 @@ LIST = (
         COMPILE,
         "A model with 16-bit layers gets its optimizer and its guard.",
         functools.partial(replacing.definers, keras.Model, "compile"),
-        compiling.make_compile,
+        record.make_compile,
     ),
     Replaced(
         LAYERS,

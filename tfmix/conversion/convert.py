@@ -13,7 +13,6 @@ from tfmix._keras import (
     replacing,
     training,
 )
-from tfmix.autocast import compile as compiling
 from tfmix.autocast import global_policy
 from tfmix.autocast import record as mixed_model
 from tfmix.conversion import (
@@ -279,7 +278,7 @@ def converted_copy(
     casts = layer_changes.casts(planned_policies.plan(twin, policy))
     current = _optimizer_of(twin)
     if casts and current is not None and optimizer is None:
-        optimizer = compiling.without_automatic(current)
+        optimizer = mixed_model.without_automatic(current)
         optimizer = type(optimizer).from_config(optimizer.get_config())
     report, optimizer = _convert(twin, policy, optimizer, may_cast=True)
     if casts:
@@ -409,10 +408,10 @@ def _wrap_optimizer(
     level = policies.with_rules(policy).level
     current = _optimizer_of(model)
     if optimizer is None and current is not None:
-        optimizer = compiling.without_automatic(current)
+        optimizer = mixed_model.without_automatic(current)
     if optimizer is None:
         return None
-    wrapped = compiling.choose(optimizer, model, level)
+    wrapped = mixed_model.choose(optimizer, model, level)
     if (
         isinstance(wrapped, scaling.LossScaleOptimizer)
         and isinstance(current, scaling.LossScaleOptimizer)
@@ -452,7 +451,7 @@ def _save_settings(
 
 def _adopt(model: keras.Model, optimizer: Any) -> None:
     if optimizer is not None:
-        saved = compiling.optimizer_in_files(optimizer, model)
+        saved = mixed_model.optimizer_in_files(optimizer, model)
         training.adopt_optimizer(model, optimizer, saved)
     for part in optimizers.chain(optimizer):
         if isinstance(part, scaling.LossScaleOptimizer):
