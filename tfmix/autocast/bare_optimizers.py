@@ -13,11 +13,7 @@ import numpy as np
 from keras import ops
 
 from tfmix import _messages
-from tfmix._keras import (
-    files,
-    optimizers,
-    replacing,
-)
+from tfmix._keras import files, layers, optimizers
 from tfmix._keras import variables as keras_variables
 from tfmix.gradient_scaling import placing
 from tfmix.loss_scaling import optimizer as scaling
@@ -109,7 +105,7 @@ def make_apply(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
-        of_call = functools.partial(replacing.argument, _ORDER, args, kwargs)
+        of_call = functools.partial(layers.argument, _ORDER, args, kwargs)
         grads, variables = of_call("grads", ()), of_call("trainable_variables")
         is_mine = not (
             isinstance(self, optimizers.KerasScaler) or self.loss_scale_factor

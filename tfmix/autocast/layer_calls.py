@@ -24,7 +24,6 @@ from tfmix._keras import (
     global_state,
     graphs,
     layers,
-    replacing,
     tracing,
     variables,
 )
@@ -53,11 +52,11 @@ def attach(layer: keras.Layer) -> None:
         _use_converter(layer, _remember)
     if not layers.is_structure(layer) and _of(layer) is None:
         layers.rematerialize_anew(layer)
-        replacing.attach(layer, replacing.CALL, _LayerCall(layer))
+        layers.attach(layer, layers.CALL, _LayerCall(layer))
 
 
 def _of(layer: keras.Layer) -> Any:
-    return replacing.part(layer, replacing.CALL)
+    return layers.part(layer, layers.CALL)
 
 
 def begin_exact(model: keras.Model) -> None:
@@ -126,16 +125,16 @@ def _pass_on(original: Callable, x: Any, autocast: bool, dtype: str) -> Any:
 def fresh(model: keras.Layer) -> Iterator[None]:
     """Gives a model's layers new fallbacks in a block, without messages."""
     inside = layers.flat_layers(model)
-    before = [(layer, replacing.by_role(layer)) for layer in inside]
+    before = [(layer, layers.by_role(layer)) for layer in inside]
     try:
         for layer in inside:
             if not layers.is_structure(layer):
                 state = _LayerCall(layer, tells=False)
-                replacing.attach(layer, replacing.CALL, state)
+                layers.attach(layer, layers.CALL, state)
         yield
     finally:
         for layer, parts in before:
-            replacing.restore(layer, parts)
+            layers.restore(layer, parts)
 
 
 def reason(layer: keras.Layer) -> str:
@@ -184,7 +183,7 @@ class _LayerCall:
         self._policy: keras.DTypePolicy | None = None
         # The modes, training or not, in which its call has succeeded.
         self._proven: set[bool] = set()
-        self.wrappers: Mapping[str, replacing.Wrapper] = {"call": self.run}
+        self.wrappers: Mapping[str, layers.Wrapper] = {"call": self.run}
 
     def is_float32(self) -> bool:
         """Returns whether it has fallen back, and kept that dtype since."""

@@ -61,10 +61,10 @@ def set_policy(model: keras.Model, policy: keras.DTypePolicy) -> None:
         layers.rematerialize_anew(model)
         layer_calls.begin_exact(model)
         record = _MixedModel(model, policy)
-        replacing.attach(model, replacing.RULES, record)
+        layers.attach(model, layers.RULES, record)
         model_call.note_scaling(model, True)
     else:
-        replacing.detach(model, replacing.RULES)
+        layers.detach(model, layers.RULES)
         model_call.note_scaling(model, False)
 
 
@@ -96,7 +96,7 @@ def under_rules(
 
 
 def _record(model: keras.Model) -> "_MixedModel | None":
-    part = replacing.part(model, replacing.RULES)
+    part = layers.part(model, layers.RULES)
     return part if isinstance(part, _MixedModel) else None
 
 
@@ -118,10 +118,10 @@ class _MixedModel:
         self._calls = outermost.Calls(model, self.ruled)
         self.wrappers = self._wrappers()
 
-    def _wrappers(self) -> dict[str, replacing.Wrapper]:
+    def _wrappers(self) -> dict[str, layers.Wrapper]:
         """Returns the wrappers of the model's methods, by their names."""
         model = self._model
-        wrappers: dict[str, replacing.Wrapper] = {
+        wrappers: dict[str, layers.Wrapper] = {
             "call": self._call,
             "compile": functools.partial(_compile, model),
             "fit": self._fit,
@@ -175,11 +175,11 @@ class _MixedModel:
             return tensors.map_leaves(outputs, wide)
         return outputs
 
-    def _wrap(self, **more: replacing.Wrapper) -> None:
+    def _wrap(self, **more: layers.Wrapper) -> None:
         """Wraps further methods of the model."""
         if not more.keys() <= self.wrappers.keys():
             self.wrappers |= more
-            replacing.attach(self._model, replacing.RULES, self)
+            layers.attach(self._model, layers.RULES, self)
 
     def _fit(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         return _reports.fit(self._model, original, *args, **kwargs)
@@ -213,7 +213,7 @@ class _MixedModel:
         if keras.backend.backend() == "tensorflow":
             return optimizer.place()
         order = training.STEP_ON_JAX
-        _, _, values, _ = replacing.argument(order, args, kwargs, "state")
+        _, _, values, _ = layers.argument(order, args, kwargs, "state")
         # Keras refuses another number of values, and says so.
         mapping = zip(optimizer.variables, values, strict=False)
         with keras.StatelessScope(mapping):
@@ -244,7 +244,7 @@ class _MixedModel:
         """Lists below the table which layers fell back to float32."""
         shown = original(*args, **kwargs)
         order = training.ORDERS["summary"]
-        show = replacing.argument(order, args, kwargs, "print_fn") or print
+        show = layers.argument(order, args, kwargs, "print_fn") or print
         for note in layer_calls.reasons(self._model):
             show(f" {note}")
         for layer, why in chosen_layers.reasons(self._model).items():
@@ -303,7 +303,7 @@ def _adopt(model: keras.Model) -> None:
         return
     for layer in layers.flat_layers(model):
         is_model = isinstance(layer, keras.Model)
-        is_attached = replacing.part(layer, replacing.CALL)
+        is_attached = layers.part(layer, layers.CALL)
         if is_attached or (is_model and _record(layer)):
             continue
         layer_calls.attach(layer)
@@ -340,7 +340,7 @@ def _compile(
         original(*args, **kwargs)
         return
     order = training.ORDERS["compile"]
-    given = replacing.argument(order, args, kwargs, "optimizer")
+    given = layers.argument(order, args, kwargs, "optimizer")
     factor = getattr(given, "loss_scale_factor", None)
     original(*args, **kwargs)
     optimizer = getattr(model, "optimizer", None)

@@ -7,12 +7,7 @@ from typing import Any, NamedTuple
 import keras
 
 from tfmix import _arguments, _messages, _progress, _tables
-from tfmix._keras import (
-    layers,
-    optimizers,
-    replacing,
-    training,
-)
+from tfmix._keras import layers, optimizers, training
 from tfmix.autocast import global_policy
 from tfmix.autocast import record as mixed_model
 from tfmix.conversion import (
@@ -232,9 +227,9 @@ def _change(
         failed.callback(_adopt, model, before)
         way_back.callback(_save_settings(optimizer or before))
         for part in (model, *mixed_model.models_inside(model)):
-            methods = replacing.by_role(part)
-            way_back.callback(replacing.restore, part, methods)
-            scaled = replacing.RULES in methods
+            methods = layers.by_role(part)
+            way_back.callback(layers.restore, part, methods)
+            scaled = layers.RULES in methods
             way_back.callback(model_call.note_scaling, part, scaled)
         layer_changes.set_dtypes(steps, way_back)
         chosen = chosen_layers.reasons(model)
@@ -246,7 +241,7 @@ def _change(
             guard.attach(model)
         elif installed is not before:
             # Only tfmix's wrapper could skip a step, and it is gone.
-            replacing.detach(model, replacing.GUARD)
+            layers.detach(model, layers.GUARD)
         layer_changes.forget_compiled(model)
         failed.pop_all()
         undone = way_back.pop_all()

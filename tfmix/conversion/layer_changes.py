@@ -6,12 +6,7 @@ from collections.abc import Callable
 import keras
 
 from tfmix import _formats
-from tfmix._keras import (
-    graphs,
-    layers,
-    replacing,
-    variables,
-)
+from tfmix._keras import graphs, layers, variables
 from tfmix.autocast import layer_calls
 from tfmix.conversion import planned_policies
 
@@ -87,18 +82,18 @@ def _set_policy(
     among_16_bit: bool,
     way_back: contextlib.ExitStack,
 ) -> None:
-    before, methods = layer.dtype_policy, replacing.by_role(layer)
+    before, methods = layer.dtype_policy, layers.by_role(layer)
     # The layer must not apply its former policy's rules at its first call.
     first_called = vars(layer).pop(layers.FIRST_CALLED, None)
 
     def restore() -> None:
         layers.set_policy(layer, before)
-        replacing.restore(layer, methods)
+        layers.restore(layer, methods)
         if first_called is not None:
             layers.put(layer, layers.FIRST_CALLED, first_called)
 
     way_back.callback(restore)
-    replacing.detach(layer, replacing.CALL)
+    layers.detach(layer, layers.CALL)
     layers.set_policy(layer, policy)
     if among_16_bit and not layers.is_input(layer):
         layer_calls.attach(layer)

@@ -19,13 +19,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import (
-    context_values,
-    global_state,
-    graphs,
-    layers,
-    replacing,
-)
+from tfmix._keras import context_values, global_state, graphs, layers
 from tfmix.gradient_scaling import model_call
 from tfmix.ops import tensors
 from tfmix.step import guard
@@ -51,7 +45,7 @@ def is_outermost(model: keras.Model) -> bool:
     entry = global_state.entry_layer()
     if entry is None or entry is model:
         return True
-    return layers.is_structure(entry) and not replacing.by_role(entry)
+    return layers.is_structure(entry) and not layers.by_role(entry)
 
 
 class Calls:
@@ -125,7 +119,7 @@ class Calls:
             return tensors.map_leaves(outputs, wide)
 
     def _own(self, *args: Any, **kwargs: Any) -> Any:
-        call = replacing.wrapped(self._model, "call", replacing.RULES)
+        call = layers.wrapped(self._model, "call", layers.RULES)
         return call(*args, **kwargs)
 
 

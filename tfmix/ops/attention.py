@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import op_places, replacing, tracing
+from tfmix._keras import layers, op_places, tracing
 from tfmix.ops import apply, tensors
 
 
@@ -27,7 +27,7 @@ def dot_product_attention(call: apply.Call) -> Any:
     order = [*inspect.signature(call.op.original).parameters]
     given = call.args, call.kwargs
     query, key, scale = (
-        replacing.argument(order, *given, name)
+        layers.argument(order, *given, name)
         for name in ("query", "key", "scale")
     )
     if scale is None:
@@ -37,7 +37,7 @@ def dot_product_attention(call: apply.Call) -> Any:
         # A power of two rounds nothing. Logits may reach a million.
         power = 2.0 ** (math.floor(math.log2(scale)) - 4)
         for name, value in (("query", query * power), ("scale", scale / power)):
-            given = replacing.with_argument(order, *given, name, value)
+            given = layers.with_argument(order, *given, name, value)
     return call.op.run(*given)
 
 

@@ -24,7 +24,6 @@ from tfmix._keras import (
     global_state,
     layers,
     optimizers,
-    replacing,
     training,
 )
 from tfmix._keras import variables as keras_variables
@@ -95,10 +94,10 @@ def _check_optimizer(model: keras.Model) -> None:
 
 def attach(model: keras.Model, *, asked_for: bool | None = None) -> None:
     """Guards a model; `None` keeps whether the user asked for that."""
-    before = replacing.part(model, replacing.GUARD)
+    before = layers.part(model, layers.GUARD)
     if asked_for is None:
         asked_for = isinstance(before, _Guard) and before.asked_for
-    replacing.attach(model, replacing.GUARD, _Guard(model, asked_for))
+    layers.attach(model, layers.GUARD, _Guard(model, asked_for))
     # A step that was compiled before would run without the guard.
     model.train_function = None
 
@@ -247,7 +246,7 @@ class _Guard:
         self.asked_for = asked_for
         on_tensorflow = keras.backend.backend() == "tensorflow"
         self._counter = Counter() if on_tensorflow else None
-        self.wrappers: dict[str, replacing.Wrapper] = {
+        self.wrappers: dict[str, layers.Wrapper] = {
             "train_step": self._on_tensorflow
             if on_tensorflow
             else self._on_jax,
@@ -278,7 +277,7 @@ class _Guard:
         with self._step(self._watched()) as step:
             logs, after = original(*args, **kwargs)
         order = training.STEP_ON_JAX
-        state = replacing.argument(order, args, kwargs, "state")
+        state = layers.argument(order, args, kwargs, "state")
         groups = (
             model.trainable_variables,
             model.non_trainable_variables,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import keras
 
 from tfmix import _bad_rows, _messages
-from tfmix._keras import replacing, training
+from tfmix._keras import layers, training
 from tfmix._keras import variables as keras_variables
 from tfmix.autocast import bare_optimizers
 from tfmix.tools.diagnostics import skip_causes
@@ -98,7 +98,7 @@ class SkipWatch(keras.callbacks.Callback):
     def read(self, args: tuple, kwargs: dict) -> None:
         """Notes the data among the arguments of a `fit`."""
         of_call = functools.partial(
-            replacing.argument, training.ORDERS["fit"], args, kwargs
+            layers.argument, training.ORDERS["fit"], args, kwargs
         )
         self.data = {name: of_call(name) for name in _DATA}
         self.batch_size = of_call("batch_size")
