@@ -623,12 +623,6 @@ class LossScaleOptimizer(
         return variable
 
 
-def scalers(model: keras.Model) -> list[LossScaleOptimizer]:
-    """Lists the loss-scale optimizers of a model; a GAN may have several."""
-    held = vars(model).values()
-    return [value for value in held if isinstance(value, LossScaleOptimizer)]
-
-
 def _filled(value: Any, shape: tuple, dtype: str | None = None) -> Any:
     """Initializes a variable with a number.
 

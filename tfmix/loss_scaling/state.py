@@ -6,6 +6,7 @@ beside it, and its scale only moves the gradients inside models.
 """
 
 import numbers
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -205,6 +206,26 @@ class Counts:
     def _counted(self) -> Values:
         """Returns the variables, after all steps so far."""
         return self._state.held
+
+
+# The counts of optimizers that nothing wraps.
+unwrapped: weakref.WeakKeyDictionary[Any, Counts] = weakref.WeakKeyDictionary()
+
+
+def counts_of(optimizer: keras.optimizers.Optimizer) -> Any:
+    """Returns what has counted an optimizer's skipped steps, or `None`."""
+    is_wrapper = isinstance(optimizer, Counts)
+    return optimizer if is_wrapper else unwrapped.get(optimizer)
+
+
+def counts_of_model(model: keras.Model) -> list[Any]:
+    """Lists the counts of a model's optimizers; a GAN may have several."""
+    found = [
+        counts_of(value)
+        for value in vars(model).values()
+        if isinstance(value, keras.optimizers.Optimizer)
+    ]
+    return [counts for counts in found if counts is not None]
 
 
 def on_host(variable: Any) -> np.ndarray:

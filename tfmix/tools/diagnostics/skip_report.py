@@ -13,7 +13,7 @@ import keras
 from tfmix import _bad_rows, _messages
 from tfmix._keras import layers, training
 from tfmix._keras import variables as keras_variables
-from tfmix.autocast import bare_optimizers
+from tfmix.loss_scaling import state
 from tfmix.tools.diagnostics import skip_causes
 
 _DATA = ("x", "y", "sample_weight")
@@ -45,13 +45,13 @@ class Counted(NamedTuple):
     good_steps: int = 0
 
 
-def steps(optimizer: bare_optimizers.Skipper) -> tuple[int, int]:
+def steps(optimizer: Any) -> tuple[int, int]:
     """Returns the numbers of applied and skipped steps."""
     applied = keras_variables.host_value(optimizer.applies)
     return int(applied), optimizer.skipped_steps
 
 
-def _counted(optimizer: bare_optimizers.Skipper) -> Counted:
+def _counted(optimizer: Any) -> Counted:
     good_steps = getattr(optimizer, "step_counter", 0)
     return Counted(
         *steps(optimizer),
@@ -63,7 +63,7 @@ def _counted(optimizer: bare_optimizers.Skipper) -> Counted:
 
 
 # The counts of each optimizer of a model.
-Counts: TypeAlias = Mapping[bare_optimizers.Skipper, Counted]
+Counts: TypeAlias = Mapping[Any, Counted]
 
 
 class SkipWatch(keras.callbacks.Callback):
@@ -172,12 +172,12 @@ class SkipWatch(keras.callbacks.Callback):
 
     def _count(self) -> Counts:
         # Reading `self.model` updates the variables on JAX.
-        every = bare_optimizers.skippers(self.model)
+        every = state.counts_of_model(self.model)
         return {optimizer: _counted(optimizer) for optimizer in every}
 
-    def _optimizers(self) -> list[bare_optimizers.Skipper]:
+    def _optimizers(self) -> list[Any]:
         """Lists the optimizers that skip steps; a model may have several."""
-        every = bare_optimizers.skippers(self.model)
+        every = state.counts_of_model(self.model)
         # A model with its own optimizers may never use that of `compile`.
         stepped = [x for x in every if any(steps(x))]
         return stepped or every

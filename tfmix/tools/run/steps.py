@@ -13,7 +13,6 @@ import functools
 import math
 import threading
 import time
-import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,8 +26,8 @@ from tfmix._keras import (
     tracing,
 )
 from tfmix._keras import variables as keras_variables
-from tfmix.autocast import bare_optimizers
 from tfmix.loss_scaling import optimizer as scaling
+from tfmix.loss_scaling import state
 from tfmix.tools.run import compiled_calls, verdict
 
 _SECONDS = 0.25
@@ -93,8 +92,7 @@ def _skips(optimizer: keras.optimizers.Optimizer) -> Any:
     """Returns what counts an optimizer's skips, or None."""
     if isinstance(optimizer, scaling.LossScaleOptimizer):
         return next(v for v in optimizer.variables if v.name == "skipped_steps")
-    holder: Any = types.SimpleNamespace(optimizer=optimizer)
-    return next(iter(bare_optimizers.skippers(holder)), None)
+    return state.counts_of(optimizer)
 
 
 class Losses:
