@@ -15,7 +15,6 @@ from tfmix._keras import (
     optimizers,
     tapes,
     tracing,
-    training,
 )
 
 
@@ -281,7 +280,7 @@ def test_metrics_of_compile_are_known_before_they_are_built():
     model = with_metrics()
     (given,) = model._compile_metrics._user_metrics
     assert given not in model.metrics
-    assert given in training.metrics(model)
+    assert given in layers.metrics(model)
     x = np.ones((2, 3, 4))
     model.fit(x, 0.0 * model.predict(x, verbose=0), verbose=0)
-    assert training.metrics(model) == model.metrics
+    assert layers.metrics(model) == model.metrics

@@ -18,8 +18,8 @@ class Block:
 
     Attributes:
         rules: The active op rules; `None` for those that are installed.
-        policies: The policy of new layers, after those that Keras has replaced
-            by it; `None` for that of the process.
+        policies: The policy of new layers, and one that Keras has set in its
+            place; `None` for that of the process.
         around: What the running model call is part of, `None` if of nothing.
         gates: The gates of the model's call that runs, `None` if there are
             none.

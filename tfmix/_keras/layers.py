@@ -455,6 +455,35 @@ def results(model: keras.Layer) -> list:
     return keras.tree.flatten(getattr(graph, "outputs", None) or [])
 
 
+def has_own_step(model: keras.Model) -> bool:
+    """Returns whether a model's class defines its own `train_step`."""
+    module = type(model).train_step.__module__ or ""
+    return module.split(".")[0] != "keras"
+
+
+def weights_of_own_step(model: keras.Model) -> list[keras.Variable]:
+    """Lists the weights that a user's own `train_step` may write."""
+    return list(model.trainable_variables) if has_own_step(model) else []
+
+
+def metrics(model: keras.Model) -> list[keras.Metric]:
+    """Returns a model's metrics, also those that `compile` has yet to build."""
+    given = getattr(model, "_compile_metrics", None)
+    if given is None or given.built:
+        return list(model.metrics)
+    nest = given._user_metrics, given._user_weighted_metrics
+    leaves = keras.tree.flatten(nest)
+    return [*model.metrics, *(x for x in leaves if isinstance(x, keras.Metric))]
+
+
+def adopt_optimizer(model: keras.Model, optimizer: Any, saved: Any) -> None:
+    """Sets the optimizer of a compiled model, and the one its files name."""
+    model.optimizer = optimizer
+    config = getattr(model, "_compile_config", None)
+    if config is not None:
+        config.config["optimizer"] = saved
+
+
 # A wrapper gets the wrapped method, then the arguments of the call.
 Wrapper = Callable[..., Any]
 # The first is the innermost. A layer that falls back to float32 is traced again

@@ -184,7 +184,7 @@ def _are_equal(before: keras.DTypePolicy, policy: keras.DTypePolicy) -> bool:
 
 
 def _policies() -> tuple[keras.DTypePolicy, ...]:
-    """Returns the active policy, after those that Keras has replaced by it.
+    """Returns tfmix's policy, and one that Keras has set in its place.
 
     Keras's `set_dtype_policy` sets the policy of one thread, and packages set
     it for a moment.
@@ -218,35 +218,26 @@ def _refresh(opened: int) -> None:
 
 def _replaced_by_keras(policy: keras.DTypePolicy) -> bool:
     """Follows Keras's `set_dtype_policy`; returns whether tfmix is on."""
-    known = _policies()
-    if not known or not hooks_keras():
+    if not (known := _policies()) or not hooks_keras():
         # Other code may have wrapped the attribute, and call our function.
         return False
-    accepted = policy
-    if not (back := _up_to(known, policy)):
-        accepted = resolve_policy(policy, for_all=True)
-        back = _up_to(known, accepted)
-    _hold(back or (*known, accepted))
-    if not back:
-        _messages.warn_once(
-            "keras.config.set_dtype_policy(%r) replaces tfmix's policy %r in "
-            "this thread until it is set back. If you mean it, call "
-            "tfmix.set_global_policy(%r) instead.",
-            accepted.name,
-            known[0],
-            accepted.name,
-            about=("set_dtype_policy", accepted.name, known[0].name),
-        )
+    own = known[0]
+    if not _are_equal(own, policy):
+        policy = resolve_policy(policy, for_all=True)
+    if _are_equal(own, policy):
+        _hold((own,))
+        return True
+    _hold((own, policy))
+    _messages.warn_once(
+        "keras.config.set_dtype_policy(%r) replaces tfmix's policy %r in "
+        "this thread until it is set back. If you mean it, call "
+        "tfmix.set_global_policy(%r) instead.",
+        policy.name,
+        own,
+        policy.name,
+        about=("set_dtype_policy", policy.name, own.name),
+    )
     return True
-
-
-def _up_to(
-    known: tuple[keras.DTypePolicy, ...], policy: keras.DTypePolicy
-) -> tuple[keras.DTypePolicy, ...]:
-    """Returns the policies up to the last one that equals the given one."""
-    while known and not _are_equal(known[-1], policy):
-        known = known[:-1]
-    return known
 
 
 def hooks_keras() -> bool:

@@ -351,7 +351,7 @@ def _compile(
         optimizer = choose(optimizer, model, record.level)
     if optimizer is not getattr(model, "optimizer", None):
         named = optimizer_in_files(optimizer, model)
-        training.adopt_optimizer(model, optimizer, named)
+        layers.adopt_optimizer(model, optimizer, named)
     if record is not None or isinstance(optimizer, scaling.LossScaleOptimizer):
         guard.attach(model)
     if _needs_advice(model):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import keras
 
 from tfmix import _arguments, _messages, _progress, _tables
-from tfmix._keras import layers, optimizers, training
+from tfmix._keras import layers, optimizers
 from tfmix.autocast import global_policy
 from tfmix.autocast import record as mixed_model
 from tfmix.conversion import (
@@ -447,7 +447,7 @@ def _save_settings(
 def _adopt(model: keras.Model, optimizer: Any) -> None:
     if optimizer is not None:
         saved = mixed_model.optimizer_in_files(optimizer, model)
-        training.adopt_optimizer(model, optimizer, saved)
+        layers.adopt_optimizer(model, optimizer, saved)
     for part in optimizers.chain(optimizer):
         if isinstance(part, scaling.LossScaleOptimizer):
             part.decide_anew()

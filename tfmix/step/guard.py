@@ -80,7 +80,7 @@ def guard(model: keras.Model) -> keras.Model:
 
 def _check_optimizer(model: keras.Model) -> None:
     # The user's own step may use any optimizer.
-    is_own = training.has_own_step(model)
+    is_own = layers.has_own_step(model)
     if is_own or getattr(model.optimizer, "skips", None) is not None:
         return
     raise ValueError(
@@ -305,7 +305,7 @@ class _Guard:
         """Makes every `apply` inside a block report to one step."""
         if self.asked_for:
             _check_optimizer(self._model)
-        is_own, outside = training.has_own_step(self._model), current_step()
+        is_own, outside = layers.has_own_step(self._model), current_step()
         ids = frozenset(map(id, watched))
         new = Step(self._model, is_own, watched=ids)
         if not new.scaler_decides:
@@ -414,20 +414,20 @@ class _Guard:
         """Returns what the means among the metrics have counted so far."""
         return [
             metric.count
-            for metric in training.metrics(self._model)
+            for metric in layers.metrics(self._model)
             if isinstance(metric, keras.metrics.Mean)
         ]
 
     def _watched(self) -> list[keras.Variable]:
         """Returns the variables that a skipped step must not change."""
-        own = training.weights_of_own_step(self._model)
+        own = layers.weights_of_own_step(self._model)
         unlisted = layers.unlisted_variables(self._model)
         others = [*self._model.non_trainable_variables, *unlisted]
         state = filter(keras_variables.is_state, others)
         return [*state, *self._reported(), *own]
 
     def _reported(self) -> list[keras.Variable]:
-        metrics = training.metrics(self._model)
+        metrics = layers.metrics(self._model)
         return [v for metric in metrics for v in metric.variables]
 
     def _children(self, original: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import keras
 
 from tfmix import _bad_rows, _messages
-from tfmix._keras import layers, training
+from tfmix._keras import layers, replacing, training
 from tfmix._keras import variables as keras_variables
 from tfmix.loss_scaling import state
 from tfmix.tools.diagnostics import skip_causes
@@ -104,10 +104,28 @@ class SkipWatch(keras.callbacks.Callback):
         self.batch_size = of_call("batch_size")
 
     def join(self, model: keras.Model) -> None:
-        """Joins the callbacks of the `fit` that has just begun."""
-        if self._joined is not getattr(model, "history", None):
-            self._joined = model.history
-            training.join_fit(self._leaving, model, self)
+        """Joins the callbacks of the `fit` that has just begun.
+
+        None of them was called yet. The arguments of `fit` stay as they came,
+        because a function that others have put in its place may take no
+        callbacks.
+        """
+        # Keras adds this callback to all others.
+        history: Any = getattr(model, "history", None)
+        if self._joined is history:
+            return
+        self._joined = history
+        self.set_params(history.params)
+        self.set_model(model)
+        for name in (
+            "on_train_begin",
+            "on_epoch_begin",
+            "on_epoch_end",
+            "on_train_end",
+        ):
+            replacing.call_first(
+                self._leaving, history, name, getattr(self, name)
+            )
 
     def leave(self) -> None:
         """Leaves the callbacks."""
