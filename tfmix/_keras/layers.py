@@ -264,20 +264,10 @@ def rematerialize_anew(layer: keras.Layer) -> None:
     original = type(layer).rematerialized_call.__get__(layer)
 
     def rematerialized_call(call: Callable, *args: Any, **kwargs: Any) -> Any:
-        # JAX would make arrays of `training` and similar arguments.
-        static = {k: v for k, v in kwargs.items() if isinstance(v, bool)}
+        def anew(*args: Any, **kwargs: Any) -> Any:
+            return call(*args, **kwargs)
 
-        def of_static(*args: Any, **kwargs: Any) -> Any:
-            # Keras 3.16 keeps `training` static as well, and passes it here.
-            return call(*args, **{**kwargs, **static})
-
-        rematerialized = original(of_static, *args, **kwargs)
-
-        def of_arrays(*args: Any, **kwargs: Any) -> Any:
-            arrays = {k: v for k, v in kwargs.items() if k not in static}
-            return rematerialized(*args, **arrays)
-
-        return of_arrays
+        return original(anew, *args, **kwargs)
 
     put(layer, "rematerialized_call", rematerialized_call)
 

@@ -478,7 +478,8 @@ def statistics_kept_finite(
     """
     if training is None:
         training = global_state.is_training()
-    if not training:
+    # JAX traces the mode of a model that it recomputes.
+    if training is not True:
         yield
         return
     unlisted = layers.unlisted_variables(model)
