@@ -20,7 +20,7 @@ from keras.src.backend.common import (
 from keras.src.models import functional
 
 from tfmix import _formats
-from tfmix._keras import global_state, version
+from tfmix._keras import global_state
 
 # This method runs the time steps of a recurrent layer. Two layers have one of
 # their own, which first tries a function of the backend for all steps.
@@ -419,8 +419,6 @@ def set_path(layer: keras.Layer, path: str) -> None:
 
 def until_built(layer: keras.Layer, action: Callable) -> None:
     """Runs an action before each use of a layer until it is built."""
-    if not hasattr(layer, FIRST_CALLED):
-        raise version.misfit(f"layers have no {FIRST_CALLED!r}")
     original = getattr(type(layer), FIRST_CALLED)
     busy: list[bool] = []
 
