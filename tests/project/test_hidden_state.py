@@ -46,10 +46,10 @@ def test_each_weak_collection_of_the_core_has_its_reason():
         if "tools" not in path.parts
     ]
     assert sorted(weak) == [
-        # The checkpoints that a wrapper is restored from.
-        "files.py",
         # The models that scale their gradients.
         "model_call.py",
+        # The checkpoints that a wrapper is restored from.
+        "optimizers.py",
         # Who moves a model's place, and the places.
         *["placing.py"] * 2,
         # Counts of optimizers that nothing wraps.

@@ -20,7 +20,7 @@ ELSEWHERE = {
     "optimizers/wrapper": "optimizers/test_sixteen_bit_optimizer",
     # What only this folder may know of Keras has a contract for each name.
     "_keras/custom_vjp": "_keras/test_contract_meanings",
-    "_keras/files": "loss_scaling/test_between_policies",
+    "_keras/files": "promises/test_export",
     "_keras/float8_kernel": "float8/test_product",
     "_keras/graphs": "conversion/test_convert",
     "_keras/kernels": "step/test_finite",

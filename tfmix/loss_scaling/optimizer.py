@@ -11,7 +11,6 @@ from keras import ops, tree
 from tfmix import _arguments, _users_code
 from tfmix._keras import (
     context_values,
-    files,
     optimizers,
     tracing,
 )
@@ -42,7 +41,7 @@ _NOT_SCALED = (
 
 @keras.saving.register_keras_serializable(package="tfmix")
 class LossScaleOptimizer(
-    files.StoredAsInner,
+    optimizers.StoredAsInner,
     inner_attributes.DelegatesToInner,
     state.Counts,
     optimizers.KerasScaler,
