@@ -7,7 +7,7 @@ from keras import layers, optimizers
 
 import tfmix
 from tests import helpers
-from tfmix._keras import context_values
+from tfmix._keras import context
 from tfmix.ops import stand_ins
 from tfmix.policy import policy as policies
 
@@ -277,12 +277,12 @@ def test_rules_hold_for_a_users_own_compile_and_not_for_kerass():
     @keras.saving.register_keras_serializable("tests")
     class Noting(optimizers.SGD):
         def __init__(self, **kwargs):
-            seen["Keras's"] = context_values.active_rules()
+            seen["Keras's"] = context.active_rules()
             super().__init__(**kwargs)
 
     class Model(Subclassed):
         def compile(self, *args, **kwargs):
-            seen["own"] = context_values.active_rules()
+            seen["own"] = context.active_rules()
             super().compile(*args, **kwargs)
 
     model = under(F16, Model, optimizers.serialize(Noting()))

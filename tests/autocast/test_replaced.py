@@ -16,7 +16,7 @@ import tfmix
 from tests import helpers, processes
 from tests.autocast import replaced_names
 from tests.tree import ROOT
-from tfmix._keras import global_state, op_places, replacing, version
+from tfmix._keras import context, op_places, replacing, version
 from tfmix.autocast import global_policy, replaced
 from tfmix.ops import stand_ins
 from tfmix.optimizers import wrapper
@@ -168,7 +168,7 @@ def test_code_that_hooks_on_top_of_us_keeps_its_hook():
 def test_a_keras_without_a_replaced_name_is_left_alone_with_an_error(
     monkeypatch,
 ):
-    owner, name = global_state.POLICY_STORE
+    owner, name = context.POLICY_STORE
     original, before = getattr(owner, name), replacing.replaced()
     with monkeypatch.context() as patch:
         patch.delattr(keras.Layer, "__init__")

@@ -20,7 +20,7 @@ from keras.src.backend.common import (
 from keras.src.models import functional
 
 from tfmix import _formats
-from tfmix._keras import global_state
+from tfmix._keras import context
 
 # This method runs the time steps of a recurrent layer. Two layers have one of
 # their own, which first tries a function of the backend for all steps.
@@ -292,8 +292,8 @@ def kernel_of(layer: Any) -> keras.Variable | None:
 @contextlib.contextmanager
 def trial() -> Iterator[Any]:
     """Yields the open `keras.StatelessScope`, and restores it afterwards."""
-    scope: Any = global_state.open_scope()
-    restore = global_state.noted_scope(scope)
+    scope: Any = context.open_scope()
+    restore = context.noted_scope(scope)
     try:
         yield scope
     finally:
@@ -342,7 +342,7 @@ def added_losses(layers: Iterable[keras.Layer]) -> list[tuple]:
 
 def put_loss(layer: keras.Layer, before: Any, loss: Any) -> None:
     """Replaces a loss that a call has added to a layer."""
-    scope: Any = global_state.open_scope()
+    scope: Any = context.open_scope()
     losses = layer._losses if scope is None else scope.losses
     losses[:] = [loss if added is before else added for added in losses]
     if scope is not None:

@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tfmix._keras import context_values, version
+from tfmix._keras import context, version
 
 Place = tuple[Any, str]
 # Takes what a place holds, and returns what replaces it.
@@ -186,7 +186,7 @@ def under(rule: str, make: Maker) -> Maker:
 
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
-            if rule in context_values.active_rules():
+            if rule in context.active_rules():
                 return ruled(*args, **kwargs)
             return original(*args, **kwargs)
 

@@ -16,12 +16,7 @@ from typing import Any
 import keras
 
 from tfmix import _formats, _messages
-from tfmix._keras import (
-    context_values,
-    global_state,
-    layers,
-    replacing,
-)
+from tfmix._keras import context, layers, replacing
 from tfmix.autocast import layer_calls, record
 from tfmix.ops import stand_ins
 from tfmix.policy import float32_layers
@@ -83,7 +78,7 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
     """
     global _base
     accepted = resolve_policy(policy, for_all=True)
-    held = context_values.block.get().policies
+    held = context.block.get().policies
     if held and held[0] is not _base:
         raise RuntimeError(
             "Inside `policy_scope` the policy of the scope holds. Received: "
@@ -94,7 +89,7 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
         _base = accepted
         _hold(None)
         if accepted.name == "float32":
-            global_state.make_float32()
+            context.make_float32()
         _refresh(0)
         if accepted.name == "float32" and not _scopes:
             replacing.want(replacing.COMPILE, False)
@@ -149,7 +144,7 @@ def policy_scope(
         undo.callback(_refresh, -1)
         _refresh(1)
         undo.enter_context(stand_ins.block(policies.rules_of(accepted)))
-        undo.enter_context(context_values.holding(policies=(accepted,)))
+        undo.enter_context(context.holding(policies=(accepted,)))
         yield accepted
 
 
@@ -189,14 +184,14 @@ def _policies() -> tuple[keras.DTypePolicy, ...]:
     Keras's `set_dtype_policy` sets the policy of one thread, and packages set
     it for a moment.
     """
-    held = context_values.block.get().policies
+    held = context.block.get().policies
     return held or (() if _base is None else (_base,))
 
 
 def _hold(held: tuple[keras.DTypePolicy, ...] | None) -> None:
     """Sets the policies of this thread until the block around it ends."""
-    now = context_values.block.get()
-    context_values.block.set(dataclasses.replace(now, policies=held))
+    now = context.block.get()
+    context.block.set(dataclasses.replace(now, policies=held))
 
 
 def _lookup() -> keras.DTypePolicy | None:
@@ -249,13 +244,13 @@ def policy_store(store: types.ModuleType) -> types.ModuleType:
     """Returns what makes Keras get its policy from tfmix."""
 
     def get(name: str, *args: Any, **kwargs: Any) -> Any:
-        policy = _lookup() if name == global_state.POLICY_KEY else None
+        policy = _lookup() if name == context.POLICY_KEY else None
         if policy is None:
             return store.get_global_attribute(name, *args, **kwargs)
         return policies.plain(policy)
 
     def set(name: str, value: Any) -> None:
-        is_policy = name == global_state.POLICY_KEY and value is not None
+        is_policy = name == context.POLICY_KEY and value is not None
         if not (is_policy and _replaced_by_keras(value)):
             store.set_global_attribute(name, value)
 

@@ -19,21 +19,14 @@ from typing import Any
 import keras
 
 from tfmix import _formats, _messages, _users_code
-from tfmix._keras import (
-    context_values,
-    global_state,
-    graphs,
-    layers,
-    tracing,
-    variables,
-)
+from tfmix._keras import context, graphs, layers, variables
 from tfmix.ops import tensors
 from tfmix.policy import policy as policies
 
 # Marks an error that float32 did not fix, so that outer layers do not retry.
 _FINAL = "_tfmix_final"
 _FLOAT32 = policies.Policy("float32")
-# The dtypes of a user's code (`context_values.Block`).
+# The dtypes of a user's code (`context.Block`).
 FLOAT32, SIXTEEN_BIT = "float32", "16 bit"
 # Larger whole numbers are not exact: 2 to the number of significant bits.
 _EXACT_UP_TO = {"float16": 2048, "bfloat16": 256}
@@ -157,11 +150,11 @@ def assign_exactly(original: Callable, variable: Any, value: Any) -> Any:
 
     If that is not known, the layer whose code assigns it falls back.
     """
-    has_rules = policies.SIXTEEN_BIT in context_values.active_rules()
-    if not has_rules or global_state.on_shapes_only():
+    has_rules = policies.SIXTEEN_BIT in context.active_rules()
+    if not has_rules or context.on_shapes_only():
         return original(variable, value)
     value = tensors.before_cast(value)
-    may_fall_back = context_values.block.get().users_code == SIXTEEN_BIT
+    may_fall_back = context.block.get().users_code == SIXTEEN_BIT
     if may_fall_back and tensors.weight_of(value) is None:
         raise TypeError(
             f"16-bit numbers are assigned to the variable {variable.path!r}, "
@@ -191,11 +184,11 @@ class _LayerCall:
         return policy is not None and policy is layers.own_policy(self._layer)
 
     def run(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        to_float32_code = context_values.block.get().users_code == FLOAT32
+        to_float32_code = context.block.get().users_code == FLOAT32
         mode = kwargs.get("training") is True
         is_new = mode not in self._proven and not self.is_float32()
         if is_new and _would_last(self._layer):
-            with tracing.scratch():
+            with context.scratch():
                 self._run(original, args, kwargs)
         outputs = self._run(original, args, kwargs, is_new)
         self._proven.add(mode)
@@ -262,7 +255,7 @@ class _LayerCall:
             code = FLOAT32
         elif self._is_users and _may_change(self._layer):
             code = SIXTEEN_BIT
-        return context_values.holding(users_code=code)
+        return context.holding(users_code=code)
 
     def _returns_16_bit(self) -> bool:
         """Returns whether what wide ops return to the layer's code is rounded.
@@ -284,7 +277,7 @@ class _LayerCall:
         with (
             variables.autocast("float32"),
             # Layers that it creates are float32, too.
-            context_values.holding(policies=(_FLOAT32,), users_code=FLOAT32),
+            context.holding(policies=(_FLOAT32,), users_code=FLOAT32),
         ):
             return self._call(original, args, kwargs)
 
@@ -311,7 +304,7 @@ def _warn_of_rounded_ids(layer: keras.layers.Embedding, given: list) -> None:
     ids = next(leaf for leaf in given if hasattr(leaf, "dtype"))
     dtype = keras.backend.standardize_dtype(ids.dtype)
     exact = _EXACT_UP_TO.get(dtype)
-    if exact is None or global_state.on_shapes_only():
+    if exact is None or context.on_shapes_only():
         return
     if layer.input_dim <= exact:
         return
@@ -380,7 +373,7 @@ def _would_last(layer: keras.Layer) -> bool:
     never runs. Keras's own layers do not need that, unless they hold a layer
     that is not Keras's.
     """
-    if not tracing.will_run_later() or not layers.is_built(layer):
+    if not context.will_run_later() or not layers.is_built(layer):
         return False
     known = all(map(layers.is_builtin, layers.flat_layers(layer)))
     return not known and bool(_state(layer))
@@ -392,10 +385,10 @@ def _noted(layer: keras.Layer, is_new: bool) -> Callable[[], None]:
     Outside a stateless scope it notes only new calls, because it copies the
     values.
     """
-    scope, values = global_state.open_scope(), []
+    scope, values = context.open_scope(), []
     if scope is not None:
-        restore_scope = global_state.noted_scope(scope)
-    elif is_new and not tracing.will_run_later():
+        restore_scope = context.noted_scope(scope)
+    elif is_new and not context.will_run_later():
         values = [(v, variables.read(v)) for v in _state(layer)]
 
     def restore() -> None:

@@ -15,9 +15,8 @@ import keras
 
 from tfmix import _formats, _messages
 from tfmix._keras import (
-    context_values,
+    context,
     files,
-    global_state,
     graphs,
     layers,
     optimizers,
@@ -159,7 +158,7 @@ class _MixedModel:
 
     def _call(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Returns float32 from a model's outermost call, else the results."""
-        if self._float8 is not None and global_state.is_outermost(self._model):
+        if self._float8 is not None and context.is_outermost(self._model):
             self._choose_float8(self._float8)
         if layers.is_structure(self._model):
             args, kwargs = tensors.map_leaves(
@@ -167,8 +166,8 @@ class _MixedModel:
             )
         if self._calls.parts:
             self._wrap(**{graphs.RUN_GRAPH: self._calls.run_graph})
-        code = context_values.block.get().users_code
-        with context_values.holding(users_code=""):
+        code = context.block.get().users_code
+        with context.holding(users_code=""):
             outputs = self._calls.run(*args, **kwargs)
         if code == layer_calls.FLOAT32:
             wide = tensors.to_float32_with_notes
@@ -202,7 +201,7 @@ class _MixedModel:
 
         A user's own step may combine their results with float32.
         """
-        with context_values.holding(users_code=layer_calls.FLOAT32):
+        with context.holding(users_code=layer_calls.FLOAT32):
             return self._under_rules(original, *args, **kwargs)
 
     def _place(self, args: tuple, kwargs: dict) -> Any:
@@ -284,7 +283,7 @@ def make_compile(original: Callable[..., None]) -> Callable[..., None]:
     def compile(self: keras.Model, *args: Any, **kwargs: Any) -> None:
         def method(*args: Any, **kwargs: Any) -> None:
             # Keras creates an optimizer here, and computes nothing in 16 bit.
-            with context_values.holding(rules=context_values.NO_RULES):
+            with context.holding(rules=context.NO_RULES):
                 original(self, *args, **kwargs)
 
         if _record(self) is None:
@@ -336,7 +335,7 @@ def _compile(
     """
     _adopt(model)
     record = _record(model)
-    if not record and policies.SIXTEEN_BIT not in context_values.active_rules():
+    if not record and policies.SIXTEEN_BIT not in context.active_rules():
         original(*args, **kwargs)
         return
     order = training.ORDERS["compile"]

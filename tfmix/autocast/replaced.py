@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import keras
 
 from tfmix._keras import (
+    context,
     custom_vjp,
-    global_state,
     layers,
     op_places,
     replacing,
@@ -111,7 +111,7 @@ LIST = (
     Replaced(
         LAYERS,
         "A new layer gets tfmix's policy, in all threads.",
-        [global_state.POLICY_STORE],
+        [context.POLICY_STORE],
         global_policy.policy_store,
     ),
     Replaced(

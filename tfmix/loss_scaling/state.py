@@ -14,7 +14,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from tfmix._keras import context_values, optimizers
+from tfmix._keras import context, optimizers
 from tfmix._keras import variables as keras_variables
 from tfmix.gradient_scaling import placing
 from tfmix.loss_scaling import rules, standstill
@@ -198,7 +198,7 @@ class Counts:
     def warn(self, applied: Any) -> None:
         """Warns of the eighth skip in a row of an eager loop."""
         # The line after an epoch of `fit` says more.
-        if applied is False and context_values.block.get().step is None:
+        if applied is False and context.block.get().step is None:
             standstill.warn_of_eighth(
                 self._state.name, self.consecutive_skips, self.overflow_counts
             )

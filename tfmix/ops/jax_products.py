@@ -19,7 +19,7 @@ from jax import numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad, batching, mlir
 
-from tfmix._keras import context_values
+from tfmix._keras import context
 from tfmix.ops.contraction import Contraction
 
 # Computes a result from a tensor and a weight of the same 16-bit dtype.
@@ -50,7 +50,7 @@ def contracted(
     del copy
     if inputs.dtype != jnp.float16:
         return function(inputs, weight.astype(inputs.dtype))
-    if not context_values.block.get().in_loop:
+    if not context.block.get().in_loop:
         factor, weight = varying_alike((inputs, weight))
         return _multiply(factor, weight, axes, inputs.dtype, inputs.dtype)
 
@@ -119,7 +119,7 @@ def added(
     def repeated(weight: Any) -> Any:
         return jnp.broadcast_to(weight, shape).astype(dtype)
 
-    if not context_values.block.get().in_loop:
+    if not context.block.get().in_loop:
         return function(inputs, repeated(weight))
 
     # A loop would keep the repeated weight of each step.

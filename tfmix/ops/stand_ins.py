@@ -12,11 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from tfmix._keras import (
-    context_values,
-    op_places,
-    replacing,
-)
+from tfmix._keras import context, op_places, replacing
 from tfmix.ops import apply, logits, ways
 from tfmix.policy import op_lists
 from tfmix.policy import policy as policies
@@ -38,14 +34,14 @@ def install(wanted: Iterable[str]) -> None:
     """
     rules = frozenset(wanted)
     with _lock:
-        context_values.installed.rules = rules
+        context.installed.rules = rules
         # Running blocks keep what they need.
         _replace(rules | _replaced if _running else rules)
 
 
 def installed() -> frozenset[str]:
     """Returns the rules that are active outside blocks."""
-    return context_values.installed.rules
+    return context.installed.rules
 
 
 @contextlib.contextmanager
@@ -55,11 +51,11 @@ def block(names: Iterable[str]) -> Iterator[None]:
     Other threads, and the code after the block, keep their rules.
     """
     wanted = frozenset(names)
-    if context_values.block.get().rules == wanted:
+    if context.block.get().rules == wanted:
         # The block around this one lasts longer.
         yield
         return
-    with _replacing(wanted), context_values.holding(rules=wanted):
+    with _replacing(wanted), context.holding(rules=wanted):
         yield
 
 
@@ -86,7 +82,7 @@ def block_as_now() -> Callable[[], contextlib.AbstractContextManager]:
 
     The block in which the context was copied may have ended.
     """
-    return functools.partial(_replacing, context_values.active_rules())
+    return functools.partial(_replacing, context.active_rules())
 
 
 def _replace(needed: frozenset[str]) -> None:

@@ -18,12 +18,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmix._keras import (
-    context_values,
-    kernels,
-    tapes,
-    tracing,
-)
+from tfmix._keras import context, kernels, tapes
 from tfmix.ops import tensors
 from tfmix.ops.contraction import Contraction
 
@@ -45,13 +40,13 @@ def contracted(
     function: Function, inputs: Any, weight: Any, copy: Any, axes: Contraction
 ) -> Any:
     """Computes a product of matrices, which sums `axes`."""
-    in_loop = context_values.block.get().in_loop
+    in_loop = context.block.get().in_loop
 
     def of_weight(inputs: Any, upstream: Any, _: Any) -> Any:
         is_half = inputs.dtype == tf.float16
         # In a loop, XLA would write the float32 result and read it again in
         # every step.
-        if is_half and tracing.by_xla() and not in_loop:
+        if is_half and context.by_xla() and not in_loop:
             return _wide_product(inputs, upstream, axes.of_weight)
         sizes = dict(zip(axes.outputs, _shape(upstream), strict=True))
         count = math.prod(sizes[x] for x in axes.free)
@@ -78,7 +73,7 @@ def convolved(
         factors = [inputs, upstream, narrow]
         # XLA divides in the kernel that computes the incoming gradient. The
         # inputs were computed long before.
-        divided = int(tracing.by_xla())
+        divided = int(context.by_xla())
         return _summed(multiplied, factors, count, divided=divided)
 
     return _with_gradient(function, inputs, weight, copy, of_weight)
@@ -128,7 +123,7 @@ def _adds_rows(weight: Any, upstream: Any) -> bool:
     while sizes[:1] == [1]:
         sizes = sizes[1:]
     is_row = len(known) > len(sizes) > 0 and known[-len(sizes) :] == sizes
-    return is_row and tracing.by_gpu_kernels(upstream)
+    return is_row and context.by_gpu_kernels(upstream)
 
 
 def _row_sum(upstream: Any, narrow: Any) -> Any:
@@ -162,7 +157,7 @@ def _summed(
             are of order one, because no scaling helps the forward pass, and
             lose fewer digits than the incoming gradient.
     """
-    if not (tracing.by_xla() or tracing.for_gpu(factors[0])):
+    if not (context.by_xla() or context.for_gpu(factors[0])):
         return multiplied(*map(_wide, factors))
     if factors[0].dtype != tf.float16:
         return _wide(multiplied(*factors))
@@ -175,7 +170,7 @@ def _summed(
 def enlarged(tensor: Any, power: Any) -> Any:
     """Multiplies the gradient of a weight by a power of two."""
     result = tensor * power
-    if not (tf.executing_eagerly() or tracing.by_xla()):
+    if not (tf.executing_eagerly() or context.by_xla()):
         # If nothing is added to it, the gates multiply only once.
         tensors.put_note(result, _PARTS, (tensor, power))
     return result

@@ -17,7 +17,7 @@ import keras
 import numpy as np
 
 from tfmix import _formats
-from tfmix._keras import global_state, layers
+from tfmix._keras import context, layers
 from tfmix._keras import variables as keras_variables
 
 # A tensor carries this note: a `Copy`.
@@ -26,9 +26,9 @@ COPY = "_tfmix_copy"
 ANGLE = "_tfmix_angle"
 # Notes on probabilities hold their logits. Keras's losses use Keras's note, on
 # TensorFlow only.
-LOGITS_OF_KERAS, LOGITS = global_state.LOGITS, "_tfmix_logits"
+LOGITS_OF_KERAS, LOGITS = context.LOGITS, "_tfmix_logits"
 # Losses and metrics read these notes of a tensor.
-NOTES = (global_state.MASK, LOGITS_OF_KERAS, LOGITS)
+NOTES = (context.MASK, LOGITS_OF_KERAS, LOGITS)
 _ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 if _ON_TENSORFLOW:
     import tensorflow as tf
@@ -139,7 +139,7 @@ def note(tensor: Any, name: str = COPY) -> Any:
     held = getattr(tensor, "__dict__", None)
     if held is not None and _ON_TENSORFLOW:
         return held.get(name)
-    return global_state.get_attribute(tensor, name)
+    return context.get_attribute(tensor, name)
 
 
 def put_note(tensor: Any, name: str, value: Any) -> None:
@@ -153,7 +153,7 @@ def put_note(tensor: Any, name: str, value: Any) -> None:
         # one while Python collects garbage; long eager runs have crashed there.
         held[name] = value
     else:
-        global_state.set_attribute(tensor, name, value)
+        context.set_attribute(tensor, name, value)
 
 
 def copy_notes(
@@ -202,7 +202,7 @@ def noting_weights(original: Callable) -> Callable:
             self.dtype not in _formats.SIXTEEN_BIT
             or known_dtype(kind, value.dtype) != "float32"
             # Copies of symbols get no notes, so that ops leave them to Keras.
-            or global_state.on_shapes_only()
+            or context.on_shapes_only()
         ):
             return original(self, value)
         # The variable is read once, as the tensor that is then copied.

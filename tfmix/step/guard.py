@@ -18,14 +18,7 @@ import numpy as np
 from keras import ops, tree
 
 from tfmix import _arguments
-from tfmix._keras import (
-    context_values,
-    files,
-    global_state,
-    layers,
-    optimizers,
-    training,
-)
+from tfmix._keras import context, files, layers, optimizers, training
 from tfmix._keras import variables as keras_variables
 from tfmix.step import finite, replicas
 
@@ -173,7 +166,7 @@ class Step:
 
 def current_step() -> Step | None:
     """Returns the train step around the caller, `None` if there is none."""
-    step: Step | None = context_values.block.get().step
+    step: Step | None = context.block.get().step
     return step
 
 
@@ -313,7 +306,7 @@ class _Guard:
         if outside is not None:
             # What happens in this step happens in that one, too.
             new.counter = outside.counter or new.counter
-        with context_values.holding(step=new):
+        with context.holding(step=new):
             yield new
         if outside is not None:
             outside.has_reported = outside.has_reported or new.has_reported
@@ -477,7 +470,7 @@ def statistics_kept_finite(
             around it.
     """
     if training is None:
-        training = global_state.is_training()
+        training = context.is_training()
     # JAX traces the mode of a model that it recomputes.
     if training is not True:
         yield

@@ -11,7 +11,7 @@ import numpy as np
 from keras import ops
 
 from tfmix import _bad_rows, _formats, _progress
-from tfmix._keras import graphs, layers, optimizers, tracing, training
+from tfmix._keras import context, graphs, layers, optimizers, training
 from tfmix.autocast import global_policy, layer_calls
 from tfmix.autocast import record as mixed_model
 from tfmix.conversion import dtype_notes, planned_policies
@@ -213,7 +213,7 @@ def _under_policy(
 ) -> Iterator[None]:
     """Makes a model compute under a policy; `None` keeps its own setup."""
     with contextlib.ExitStack() as conditions:
-        conditions.enter_context(tracing.nothing_traced())
+        conditions.enter_context(context.nothing_traced())
         conditions.enter_context(outermost.outputs_as_made())
         if isinstance(chosen, policies.Policy):
             names = {*chosen.float32_ops, policies.SIXTEEN_BIT}

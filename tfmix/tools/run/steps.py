@@ -20,11 +20,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfmix._keras import (
-    optimizers,
-    replacing,
-    tracing,
-)
+from tfmix._keras import context, optimizers, replacing
 from tfmix._keras import variables as keras_variables
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.loss_scaling import state
@@ -294,7 +290,7 @@ class Steps:
         return max(self.groups, key=Group.steps_timed, default=None)
 
     def _applying(self, original: Callable) -> Callable:
-        @tracing.untouched
+        @context.untouched
         @functools.wraps(original)
         def apply(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             if getattr(self._inside, "apply", False):
