@@ -8,7 +8,6 @@ from keras import layers, optimizers
 import tfmix
 from tests import helpers
 from tfmix._keras import context
-from tfmix.ops import stand_ins
 from tfmix.policy import policy as policies
 
 X = np.random.default_rng(3).normal(size=(16, 3)).astype("float32")
@@ -287,7 +286,7 @@ def test_rules_hold_for_a_users_own_compile_and_not_for_kerass():
 
     model = under(F16, Model, optimizers.serialize(Noting()))
     assert described(model.optimizer) == "Dynamic 32768 Noting"
-    assert seen == {"own": stand_ins.installed(), "Keras's": frozenset()}
+    assert seen == {"own": context.installed.rules, "Keras's": frozenset()}
     assert policies.SIXTEEN_BIT in seen["own"]
 
 

@@ -18,7 +18,6 @@ from tests.autocast import replaced_names
 from tests.tree import ROOT
 from tfmix._keras import context, op_places, replacing, version
 from tfmix.autocast import global_policy, replaced
-from tfmix.ops import stand_ins
 from tfmix.optimizers import wrapper
 from tfmix.policy import policy as policies
 
@@ -70,7 +69,7 @@ def train():
 def test_what_differs_from_plain_keras_is_on_the_list(comparison, policy):
     tfmix.set_global_policy(policy)
     train()
-    names = listed(stand_ins.installed())
+    names = listed(context.installed.rules)
     assert comparison.changed() == names
     # What `tfmix.environment` prints.
     assert labels(replacing.replaced()) == names
@@ -117,7 +116,7 @@ def test_a_replacement_that_is_not_on_the_list_is_found(
     numpy = sys.modules[op_places.BACKEND_OPS.numpy.__name__]
     monkeypatch.setattr(numpy, "sin", lambda x: x)
     monkeypatch.setattr(keras.layers.Dense, "tfmix", print, raising=False)
-    names = listed(stand_ins.installed())
+    names = listed(context.installed.rules)
     assert len(set(comparison.changed()) - set(names)) == 2
 
 
@@ -188,11 +187,11 @@ def test_a_scope_that_ends_in_an_error_leaves_only_compile(monkeypatch):
         raise KeyError
     assert replacing.replaced() == before
     with monkeypatch.context() as patch:
-        patch.setattr(stand_ins, "install", fail)
+        patch.setattr(replacing, "install", fail)
         with pytest.raises(ZeroDivisionError):
             global_policy.policy_scope("O2").__enter__()
     # What ops need stays until the next policy is set.
-    stand_ins.install(())
+    replacing.install(())
     assert replacing.replaced() == before
 
 

@@ -6,15 +6,14 @@ import pytest
 from keras import ops as kops
 
 from tests import helpers
-from tfmix._keras import context
+from tfmix._keras import context, replacing
 from tfmix.autocast.global_policy import policy_scope
-from tfmix.ops import stand_ins
 
 
 @pytest.fixture(autouse=True)
 def _no_rules_after():
     yield
-    stand_ins.install(())
+    replacing.install(())
 
 
 @pytest.mark.parametrize(
@@ -44,7 +43,7 @@ def test_attention_of_large_queries_is_finite(
         return keras.tree.flatten(result)
 
     run()
-    stand_ins.install(["dot_product_attention"])
+    replacing.install(["dot_product_attention"])
     with context.compiled_for(platform):
         results = run()
     for tensor_ in results:

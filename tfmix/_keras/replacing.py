@@ -3,6 +3,10 @@
 Whatever replaces an attribute can list it and put it back. What the core of
 tfmix replaces for the process is one list (`autocast.replaced`) in three
 groups, and `want` replaces or restores a group.
+
+Keras looks up its ops in a few modules. While a rule is active for any caller,
+these modules are replaced by copies. Their functions, and the operators of
+tensors, look up the caller's rules.
 """
 
 import contextlib
@@ -10,7 +14,7 @@ import functools
 import operator
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from tfmix._keras import context, version
@@ -158,6 +162,74 @@ def want(group: str, what: Any) -> None:
 def is_wanted(group: str) -> bool:
     """Returns whether a group of names is replaced now."""
     return bool(_active.get(group))
+
+
+# The number of running blocks, over all threads.
+_running = 0
+# The rules whose names are replaced now.
+_replaced: frozenset[str] = frozenset()
+
+
+def install(wanted: Iterable[str]) -> None:
+    """Activates exactly these rules for the process.
+
+    Functions traced earlier (`tf.function`, `jax.jit`, a model's compiled
+    `train_step`) keep the rules they were traced under.
+    """
+    rules = frozenset(wanted)
+    with _lock:
+        context.installed.rules = rules
+        # Running blocks keep what they need.
+        _replace(rules | _replaced if _running else rules)
+
+
+@contextlib.contextmanager
+def block(names: Iterable[str]) -> Iterator[None]:
+    """Runs a block under exactly these rules, whatever is installed.
+
+    Other threads, and the code after the block, keep their rules.
+    """
+    wanted = frozenset(names)
+    if context.block.get().rules == wanted:
+        # The block around this one lasts longer.
+        yield
+        return
+    with _replacing(wanted), context.holding(rules=wanted):
+        yield
+
+
+@contextlib.contextmanager
+def _replacing(wanted: frozenset[str]) -> Iterator[None]:
+    """Replaces what rules need, until `install` is called after the block.
+
+    A model with a policy runs each call in a block, and would otherwise replace
+    and restore them each time.
+    """
+    global _running
+    with _lock:
+        _running += 1
+        _replace(_replaced | wanted)
+    try:
+        yield
+    finally:
+        with _lock:
+            _running -= 1
+
+
+def block_as_now() -> Callable[[], contextlib.AbstractContextManager]:
+    """Returns what replaces the caller's names later, in a copied context.
+
+    The block in which the context was copied may have ended.
+    """
+    return functools.partial(_replacing, context.active_rules())
+
+
+def _replace(needed: frozenset[str]) -> None:
+    """Replaces exactly what rules need."""
+    global _replaced
+    if needed != _replaced:
+        want(OPS, needed)
+        _replaced = needed
 
 
 def lazily(make: Maker) -> Maker:

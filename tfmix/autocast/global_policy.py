@@ -18,7 +18,6 @@ import keras
 from tfmix import _formats, _messages
 from tfmix._keras import context, layers, replacing
 from tfmix.autocast import layer_calls, record
-from tfmix.ops import stand_ins
 from tfmix.policy import float32_layers
 from tfmix.policy import policy as policies
 from tfmix.policy.devices import is_on_tpu
@@ -143,7 +142,7 @@ def policy_scope(
     with contextlib.ExitStack() as undo:
         undo.callback(_refresh, -1)
         _refresh(1)
-        undo.enter_context(stand_ins.block(policies.rules_of(accepted)))
+        undo.enter_context(replacing.block(policies.rules_of(accepted)))
         undo.enter_context(context.holding(policies=(accepted,)))
         yield accepted
 
@@ -203,7 +202,7 @@ def _refresh(opened: int) -> None:
     global _scopes
     with _lock:
         _scopes += opened
-        stand_ins.install(policies.rules_of(_base))
+        replacing.install(policies.rules_of(_base))
         is_16_bit = _base is not None and _base.name != "float32"
         is_on = is_16_bit or bool(_scopes)
         replacing.want(replacing.LAYERS, is_on)

@@ -28,7 +28,7 @@ from tfmix.float8 import chosen_layers
 from tfmix.gradient_scaling import model_call, outermost, placing
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.loss_scaling import rules
-from tfmix.ops import stand_ins, tensors
+from tfmix.ops import tensors
 from tfmix.optimizers import master_weights, sixteen_bit_optimizer
 from tfmix.policy import policy as policies
 from tfmix.policy.devices import devices
@@ -154,7 +154,7 @@ class _MixedModel:
 
     def ruled(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the policy's rules hold."""
-        return stand_ins.block(self._rules)
+        return replacing.block(self._rules)
 
     def _call(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Returns float32 from a model's outermost call, else the results."""

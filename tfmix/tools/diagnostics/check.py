@@ -11,7 +11,14 @@ import numpy as np
 from keras import ops
 
 from tfmix import _bad_rows, _formats, _progress
-from tfmix._keras import context, graphs, layers, optimizers, training
+from tfmix._keras import (
+    context,
+    graphs,
+    layers,
+    optimizers,
+    replacing,
+    training,
+)
 from tfmix.autocast import global_policy, layer_calls
 from tfmix.autocast import record as mixed_model
 from tfmix.conversion import dtype_notes, planned_policies
@@ -19,7 +26,6 @@ from tfmix.float8 import chosen_layers
 from tfmix.gradient_scaling import outermost
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.loss_scaling import rules
-from tfmix.ops import stand_ins
 from tfmix.policy import policy as policies
 from tfmix.tools.diagnostics import batch as batches
 from tfmix.tools.diagnostics import (
@@ -217,7 +223,7 @@ def _under_policy(
         conditions.enter_context(outermost.outputs_as_made())
         if isinstance(chosen, policies.Policy):
             names = {*chosen.float32_ops, policies.SIXTEEN_BIT}
-            conditions.enter_context(stand_ins.block(names))
+            conditions.enter_context(replacing.block(names))
         if chosen is not None:
             conditions.enter_context(layer_calls.fresh(model))
             before = chosen_layers.reasons(model)
