@@ -9,6 +9,7 @@ CORE = (
 # Files of the core that are tested under another name.
 ELSEWHERE = {
     "policy/names": "policy/test_policy",
+    "autocast/layer_calls": "autocast/test_fallback",
     "ops/jax_custom_gradients": "gradient_scaling/test_users_gradients",
     "ops/tensors": "ops/test_apply",
     "ops/ways": "ops/test_loops",
@@ -19,7 +20,7 @@ ELSEWHERE = {
     "optimizers/wrapper": "optimizers/test_sixteen_bit_optimizer",
     # What only this folder may know of Keras has a contract for each name.
     "_keras/custom_vjp": "_keras/test_contract_meanings",
-    "_keras/files": "loss_scaling/test_between_policies",
+    "_keras/files": "promises/test_export",
     "_keras/float8_kernel": "float8/test_product",
     "_keras/graphs": "conversion/test_convert",
     "_keras/kernels": "step/test_finite",

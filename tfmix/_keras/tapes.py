@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import context_values, global_state, replacing, tracing
+from tfmix._keras import context, replacing
 
 # TensorFlow calls one of these for a `tf.custom_gradient`.
 CUSTOM: tuple[replacing.Place, ...] = ()
@@ -71,7 +71,7 @@ def may_be_asked() -> bool:
     if runs_forward():
         return False
     is_graph = not tf.executing_eagerly()
-    return is_recorded() or (is_graph and global_state.is_training())
+    return is_recorded() or (is_graph and context.is_training())
 
 
 def traced_for_gradients(original: Callable) -> Callable:
@@ -111,10 +111,10 @@ def local(tensor: Any) -> Any:
 def function() -> Any:
     """Returns a token of the `tf.function` that is traced now.
 
-    Loops and branches are part of it. It is `tracing.EAGER` in eager code.
+    Loops and branches are part of it. It is `context.EAGER` in eager code.
     """
     if tf.executing_eagerly():
-        return tracing.EAGER
+        return context.EAGER
     graph = tf.compat.v1.get_default_graph()
     while isinstance(graph, control_flow_v2_func_graphs.ControlFlowFuncGraph):
         graph = graph.outer_graph
@@ -138,7 +138,7 @@ def without_rules(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def gradients(*args: Any, **kwargs: Any) -> Any:
-        with context_values.holding(rules=context_values.NO_RULES):
+        with context.holding(rules=context.NO_RULES):
             return original(*args, **kwargs)
 
     return gradients

@@ -26,7 +26,7 @@ from jax import numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad, batching, mlir
 
-from tfmix._keras import context_values, kernels, tracing
+from tfmix._keras import context, kernels
 from tfmix.gradient_scaling import power
 from tfmix.ops import jax_products
 
@@ -52,7 +52,7 @@ class _Shared:
         known = self.second()
         live = [x for x in arrays if not isinstance(x, ad.Zero)]
         is_known = known is not None and isinstance(token, ad.Zero)
-        if not is_known or not tracing.has_trace_of(known, live):
+        if not is_known or not context.has_trace_of(known, live):
             return token
         return jnp.broadcast_to(known.reshape(-1, 2)[0], token.aval.shape)
 
@@ -70,7 +70,7 @@ def is_reached(array: Any, others: Sequence) -> bool:
         array: The array.
         others: Arrays that do.
     """
-    return tracing.is_traced_with(array, others)
+    return context.is_traced_with(array, others)
 
 
 class Gates:
@@ -86,7 +86,7 @@ class Gates:
         self._place = lax.stop_gradient(jnp.asarray(place, "float32"))
         self._overwritten = overwritten
         self._token: Any = jnp.zeros(2, "float32")
-        self._state = tracing.transformation()
+        self._state = context.transformation()
         self._shared = _Shared()
 
     def enter(self, values: Sequence) -> list:
@@ -105,7 +105,7 @@ class Gates:
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """Runs a block between the gates."""
-        with context_values.holding(gates=self):
+        with context.holding(gates=self):
             yield
 
     def leave(self, results: Sequence, losses: Sequence) -> tuple[list, list]:
@@ -135,7 +135,7 @@ class Gates:
         Inside a loop, a branch or another transformation it may not, because
         the power is then no value of that function.
         """
-        return bool(tracing.transformation() == self._state)
+        return bool(context.transformation() == self._state)
 
     def unscaled(self, function: Callable, arrays: Sequence) -> tuple:
         """Calls a function of the user's, whose gradients are unscaled.

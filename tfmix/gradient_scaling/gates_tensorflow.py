@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmix._keras import context_values, tapes, tracing
+from tfmix._keras import context, tapes
 from tfmix.gradient_scaling import power
 from tfmix.ops import tensorflow_products, tensors
 from tfmix.step import finite
@@ -84,7 +84,7 @@ class Gates(_Function):
         watched = [*filter(tapes.reach, self._tensors)]
         with (
             tapes.variables_read() as self._variables,
-            context_values.holding(gates=self),
+            context.holding(gates=self),
             _recording(self._tape, watched),
         ):
             yield
@@ -143,7 +143,7 @@ def _between(
         overwritten: The `id`s of tensors and variables whose gradient leaves as
             it is.
     """
-    handles, trace = tapes.handles(variables), tracing.trace()
+    handles, trace = tapes.handles(variables), context.trace()
     passes = [id(x) not in overwritten for x in (*tensors, *variables)]
 
     def gradient(is_asked: Sequence, *upstream: Any) -> list:
@@ -153,11 +153,11 @@ def _between(
             scaled = [_times(by.up, each) for each in upstream]
         # In another graph, such as that of a nested `tf.function`'s gradient,
         # the results of this one cannot be differentiated again.
-        again = tapes.is_recorded() and tracing.trace() == trace
+        again = tapes.is_recorded() and context.trace() == trace
         sources = [*itertools.compress(tensors, is_asked), *handles]
         with (
             # A recomputed layer calls users' functions now.
-            context_values.holding(power=by, gates=_Function()),
+            context.holding(power=by, gates=_Function()),
             _recording(tape if again else None, scaled),
         ):
             if tape is None:
@@ -204,7 +204,7 @@ def _as_before(gradient: Any, values: Any) -> Any:
 
 def _as_written() -> contextlib.AbstractContextManager[None]:
     """Runs a block by no rules: they are for the code of models."""
-    return context_values.holding(rules=context_values.NO_RULES)
+    return context.holding(rules=context.NO_RULES)
 
 
 def _unscaled(down: Any, gradients: Sequence, says_why: Sequence) -> list:
@@ -256,7 +256,7 @@ def _may_join(tensor: Any, factor: Any) -> bool:
     return (
         tensor.dtype == tf.float32
         and (factor is None or isinstance(factor, float))
-        and (tf.executing_eagerly() or tracing.by_gpu_kernels())
+        and (tf.executing_eagerly() or context.by_gpu_kernels())
         and finite.is_small(tensor)
     )
 
@@ -283,7 +283,7 @@ def _lost(down: Any, dtype: tf.DType) -> tuple[Any, Any]:
 
     The product is infinity, or NaN as `down` is.
     """
-    if tracing.by_xla():
+    if context.by_xla():
         # XLA joins one selection with other kernels. Nothing that looks for
         # infinities looks into its program.
         return tensors.cast(tf.raw_ops.AddV2(x=down, y=math.inf), dtype), None

@@ -14,7 +14,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import global_state, layers, tapes, tracing
+from tfmix._keras import context, layers, tapes
 from tfmix._keras import variables as keras_variables
 from tfmix.gradient_scaling import placing
 from tfmix.ops import tensors
@@ -72,11 +72,11 @@ def between_gates(
     nest = tensors.map_leaves((args, kwargs), keras_variables.read)
     given, rebuilt = tensors.floats(nest)
     exact = [*map(tensors.before_cast, given)]
-    scope = global_state.open_scope()
+    scope = context.open_scope()
     state: dict = {} if scope is None else scope.state_mapping
     weights = [] if _TENSORFLOW or scope else _traced(model)
     values = [*exact, *state.values(), *(value for *_, value in weights)]
-    if not (_TENSORFLOW or any(map(tracing.is_symbolic, values))):
+    if not (_TENSORFLOW or any(map(context.is_symbolic, values))):
         return call(*args, **kwargs)
     flat, objects = layers.flat_layers(model), _objects(nest)
     before = _items([*flat, *objects], state)
@@ -167,7 +167,7 @@ def _traced(model: keras.Model) -> list[_Item]:
     Code may have assigned the tracers.
     """
     items = map(keras_variables.place_of_value, model.trainable_variables)
-    return [item for item in items if tracing.is_symbolic(item[-1])]
+    return [item for item in items if context.is_symbolic(item[-1])]
 
 
 def _overwritten(flat: list, states: dict[int, Any]) -> set[int]:

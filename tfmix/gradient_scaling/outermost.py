@@ -19,13 +19,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import (
-    context_values,
-    global_state,
-    graphs,
-    layers,
-    replacing,
-)
+from tfmix._keras import context, graphs, layers
 from tfmix.gradient_scaling import model_call
 from tfmix.ops import tensors
 from tfmix.step import guard
@@ -36,7 +30,7 @@ _AS_MADE = "as made"
 
 def outputs_as_made() -> contextlib.AbstractContextManager[None]:
     """Makes models return their last layers' results unchanged, for `check`."""
-    return context_values.holding(around=_AS_MADE)
+    return context.holding(around=_AS_MADE)
 
 
 def is_outermost(model: keras.Model) -> bool:
@@ -45,13 +39,13 @@ def is_outermost(model: keras.Model) -> bool:
     The call must have real tensors, and come from no layer except a graph that
     only connects layers.
     """
-    is_part = context_values.block.get().around is not None
-    if is_part or global_state.on_shapes_only():
+    is_part = context.block.get().around is not None
+    if is_part or context.on_shapes_only():
         return False
-    entry = global_state.entry_layer()
+    entry = context.entry_layer()
     if entry is None or entry is model:
         return True
-    return layers.is_structure(entry) and not replacing.by_role(entry)
+    return layers.is_structure(entry) and not layers.by_role(entry)
 
 
 class Calls:
@@ -97,7 +91,7 @@ class Calls:
     ) -> Any:
         """Runs the graph in parts; `original` is Keras's method."""
         # Only the outermost graph does.
-        if context_values.block.get().around is not self:
+        if context.block.get().around is not self:
             return original(inputs, operation_fn=operation_fn, **kwargs)
         model, given = self._model, keras.tree.flatten(inputs)
         # Maps the `id` of a symbol to its value and original dtype. Other parts
@@ -118,14 +112,14 @@ class Calls:
     def _in_float32(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model under its rules. Its results are float32."""
         around = self if self.parts else _AS_MADE
-        with context_values.holding(around=around), self._ruled():
+        with context.holding(around=around), self._ruled():
             outputs = self._own(*args, **kwargs)
             # Under the rules, a cast returns the value from before rounding.
             wide = tensors.to_float32_with_notes
             return tensors.map_leaves(outputs, wide)
 
     def _own(self, *args: Any, **kwargs: Any) -> Any:
-        call = replacing.wrapped(self._model, "call", replacing.RULES)
+        call = layers.wrapped(self._model, "call", layers.RULES)
         return call(*args, **kwargs)
 
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
-from tfmix._keras import context_values, custom_vjp
+from tfmix._keras import context, custom_vjp
 from tfmix.ops import tensors
 
 
@@ -24,13 +24,13 @@ def unscaled(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        gates = context_values.block.get().gates
+        gates = context.block.get().gates
         if gates is None or custom_vjp.is_linear(
             custom_vjp.users_function(self)
         ):
             return original(self, *args, **kwargs)
         # What it calls has no say in its gradient.
-        with context_values.holding(gates=None):
+        with context.holding(gates=None):
             if not gates.reach():
                 custom_vjp.say_scaled()
                 return original(self, *args, **kwargs)

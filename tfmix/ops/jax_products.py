@@ -16,7 +16,7 @@ from jax import lax
 from jax import numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from tfmix._keras import context_values
+from tfmix._keras import context
 
 # Computes a result from a tensor and a weight of the same 16-bit dtype.
 Function = Callable[[Any, Any], Any]
@@ -43,7 +43,7 @@ def contracted(
     so its result is only rounded once and then widened.
     """
     del by_rows
-    if inputs.dtype != jnp.float16 or context_values.block.get().in_loop:
+    if inputs.dtype != jnp.float16 or context.block.get().in_loop:
         return convolved(function, inputs, weight, copy)
 
     def wide(inputs: Any, tangent: Any) -> Any:
@@ -115,7 +115,7 @@ def added(
     def repeated(weight: Any) -> Any:
         return jnp.broadcast_to(weight, shape).astype(dtype)
 
-    if not context_values.block.get().in_loop:
+    if not context.block.get().in_loop:
         return function(inputs, repeated(weight))
 
     # A loop would keep the repeated weight of each step.

@@ -19,12 +19,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmix._keras import (
-    context_values,
-    kernels,
-    tapes,
-    tracing,
-)
+from tfmix._keras import context, kernels, tapes
 from tfmix.ops import tensors
 
 # Computes a result from a tensor and a weight of the same dtype.
@@ -50,7 +45,7 @@ def contracted(
     """
     if not by_rows:
         return _product(function, inputs, weight, copy, 0)
-    in_loop = context_values.block.get().in_loop
+    in_loop = context.block.get().in_loop
 
     def of_weight(inputs: Any, upstream: Any, narrow: Any) -> Any:
         rows = [
@@ -59,7 +54,7 @@ def contracted(
         ]
         # In a loop, XLA would write the float32 result and read it again in
         # every step.
-        if inputs.dtype == tf.float16 and tracing.by_xla() and not in_loop:
+        if inputs.dtype == tf.float16 and context.by_xla() and not in_loop:
             return _wide_product(*rows)
         return _summed(_of_rows, rows, _shape(rows[0])[0])
 
@@ -78,7 +73,7 @@ def convolved(function: Function, inputs: Any, weight: Any, copy: Any) -> Any:
     """Computes a convolution."""
     # XLA divides in the kernel that computes the incoming gradient. The inputs
     # were computed long before.
-    divided = int(tracing.by_xla())
+    divided = int(context.by_xla())
     return _product(function, inputs, weight, copy, divided)
 
 
@@ -163,7 +158,7 @@ def _adds_rows(weight: Any, upstream: Any) -> bool:
     while sizes[:1] == [1]:
         sizes = sizes[1:]
     is_row = len(known) > len(sizes) > 0 and known[-len(sizes) :] == sizes
-    return is_row and tracing.by_gpu_kernels(upstream)
+    return is_row and context.by_gpu_kernels(upstream)
 
 
 def _row_sum(upstream: Any, narrow: Any) -> Any:
@@ -197,7 +192,7 @@ def _summed(
             are of order one, because no scaling helps the forward pass, and
             lose fewer digits than the incoming gradient.
     """
-    if not (tracing.by_xla() or tracing.for_gpu(factors[0])):
+    if not (context.by_xla() or context.for_gpu(factors[0])):
         return multiplied(*map(_wide, factors))
     if factors[0].dtype != tf.float16:
         return _wide(multiplied(*factors))
@@ -210,7 +205,7 @@ def _summed(
 def enlarged(tensor: Any, power: Any) -> Any:
     """Multiplies the gradient of a weight by a power of two."""
     result = tensor * power
-    if not (tf.executing_eagerly() or tracing.by_xla()):
+    if not (tf.executing_eagerly() or context.by_xla()):
         # If nothing is added to it, the gates multiply only once.
         tensors.put_note(result, _PARTS, (tensor, power))
     return result

@@ -18,7 +18,7 @@ import keras
 import numpy as np
 
 from tfmix import _formats
-from tfmix._keras import global_state, layers
+from tfmix._keras import context, layers
 from tfmix._keras import variables as keras_variables
 
 # A tensor carries this note: a `Copy`.
@@ -27,9 +27,9 @@ COPY = "_tfmix_copy"
 ANGLE = "_tfmix_angle"
 # Notes on probabilities hold their logits. Keras's losses use Keras's note, on
 # TensorFlow only.
-LOGITS_OF_KERAS, LOGITS = global_state.LOGITS, "_tfmix_logits"
+LOGITS_OF_KERAS, LOGITS = context.LOGITS, "_tfmix_logits"
 # Losses and metrics read these notes of a tensor.
-NOTES = (global_state.MASK, LOGITS_OF_KERAS, LOGITS)
+NOTES = (context.MASK, LOGITS_OF_KERAS, LOGITS)
 # Keras reads none of these.
 _OWN = frozenset((COPY, ANGLE, LOGITS))
 # Those of JAX's arrays, which take no attributes, by the `id` of the array.
@@ -149,7 +149,7 @@ def note(tensor: Any, name: str = COPY) -> Any:
     held = getattr(tensor, "__dict__", None)
     if held is not None and _ON_TENSORFLOW:
         return held.get(name)
-    return global_state.get_attribute(tensor, name)
+    return context.get_attribute(tensor, name)
 
 
 def put_note(tensor: Any, name: str, value: Any) -> None:
@@ -169,7 +169,7 @@ def put_note(tensor: Any, name: str, value: Any) -> None:
         # one while Python collects garbage; long eager runs have crashed there.
         held[name] = value
     else:
-        global_state.set_attribute(tensor, name, value)
+        context.set_attribute(tensor, name, value)
 
 
 def copy_notes(
@@ -218,7 +218,7 @@ def noting_weights(original: Callable) -> Callable:
             self.dtype not in _formats.SIXTEEN_BIT
             or known_dtype(kind, value.dtype) != "float32"
             # Copies of symbols get no notes, so that ops leave them to Keras.
-            or global_state.on_shapes_only()
+            or context.on_shapes_only()
         ):
             return original(self, value)
         # The variable is read once, as the tensor that is then copied.

@@ -14,7 +14,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import optimizers, tracing
+from tfmix._keras import context, optimizers
 from tfmix._keras import variables as keras_variables
 
 if keras.backend.backend() == "tensorflow":
@@ -85,20 +85,20 @@ def sum_gradients(grads: Sequence, variables: Sequence) -> list:
     present = [n for n, gradient in enumerate(result) if gradient is not None]
     if not _in_replica_of_many() or not present:
         return result
-    context = tf.distribute.get_replica_context()
-    if context.num_replicas_in_sync == 1:
+    around = tf.distribute.get_replica_context()
+    if around.num_replicas_in_sync == 1:
         return result
     sums: dict[Any, list[int]] = collections.defaultdict(list)
     for n in present:
         if keras_variables.is_overwritten(variables[n]):
-            rows = context.all_gather(grads[n][tf.newaxis], axis=0)
+            rows = around.all_gather(grads[n][tf.newaxis], axis=0)
             result[n] = _largest(rows)
         else:
             result[n] = _gathered(grads[n])
             sums[result[n].dtype].append(n)
     # Tensors of one reduction are packed into a vector, so they share a dtype.
     for alike in sums.values():
-        totals = context.all_reduce(
+        totals = around.all_reduce(
             tf.distribute.ReduceOp.SUM, [result[n] for n in alike]
         )
         for n, total in zip(alike, totals, strict=True):
@@ -133,18 +133,18 @@ def one_replica(
         return
     # A TPU's step is traced once for all replicas, without local copies or
     # merge calls.
-    if not tf.distribute.has_strategy() or tracing.for_tpu():
+    if not tf.distribute.has_strategy() or context.for_tpu():
         if optimizer is None:
             yield
             return
         with optimizers.without_reduction(optimizer):
             yield
         return
-    context = _no_strategy()
+    around = _no_strategy()
     with (
-        optimizers.without_reduction(optimizer, context.strategy),
+        optimizers.without_reduction(optimizer, around.strategy),
         keras_variables.local_copies(these),
-        context,
+        around,
     ):
         yield
 
