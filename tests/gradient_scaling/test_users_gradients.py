@@ -348,7 +348,7 @@ def test_a_function_that_sees_scaled_gradients_says_so_once(way, said):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES)
-# Under JAX, the power of a second derivative has a limit.
+# Under JAX, second derivatives have a fixed power.
 @pytest.mark.parametrize("factor", [1.0, 0.1 if ON_JAX else 1e-4])
 @pytest.mark.parametrize("decorated", DECORATED)
 def test_a_penalty_on_its_gradient_is_right(decorated, factor, mode):

@@ -242,7 +242,7 @@ def penalty(loss, model):
 
 @only_under("tensorflow")
 def penalty_on_heads_of_unlike_losses(call):
-    """JAX limits the power of second derivatives, which loses a head's."""
+    """JAX has one power for second derivatives, which loses a head's."""
     return penalty(*loss_of_heads(call))
 
 
@@ -677,7 +677,7 @@ def hessian_by_an_input(_):
 
     def gradients(weights):
         def loss(by):
-            return 1e-6 * jnp.mean(of(weights, X + by * along) ** 2)
+            return 1e-4 * jnp.mean(of(weights, X + by * along) ** 2)
 
         return [
             jax.hessian(loss)(1.0),

@@ -31,12 +31,6 @@ from tfmix.step import finite
 _LARGE = 2.0**64
 
 
-def is_reached(tensor: Any, others: Sequence) -> bool:
-    """Returns whether a gradient of the running code may reach a tensor."""
-    del others
-    return tapes.reach(tensor)
-
-
 class _Function:
     """The function that is traced now, or eager code."""
 

@@ -55,11 +55,6 @@ _LARGEST = 2.0**8
 # A model whose results are numbers without features, such as losses, may have
 # a mean over pixels inside, which divides their gradients.
 _LARGEST_SUM_OF_NUMBERS = 2.0**15
-# Second derivatives may meet unknown gradients of the same call. These are
-# small for a mean, so there is less room above this power than below.
-_OF_SECOND = 2.0**8
-# A second derivative that needs a lower power grows inside, as others do.
-_LARGEST_SECOND = 2.0**4
 
 
 class Power(NamedTuple):
@@ -77,9 +72,7 @@ class Power(NamedTuple):
 
 
 @np.errstate(invalid="ignore")
-def of(
-    gradients: Sequence, losses: Sequence, place: Any, is_second: bool = False
-) -> Power:
+def of(gradients: Sequence, losses: Sequence, place: Any) -> Power:
     """Returns the power of two that brings gradients to a place.
 
     Scaled by it, the largest number lies in [1, 2) times `place`. It lies
@@ -91,8 +84,6 @@ def of(
             the sum, because they are often far larger than the others.
         place: Float or float32 scalar tensor. A lower one leaves more room for
             gradients that grow inside, a higher one for those that shrink.
-        is_second: Whether these are second derivatives that meet other
-            gradients inside.
 
     Returns:
         The power, which is 1 if all are zero.
@@ -111,19 +102,13 @@ def of(
         # long as a copy to the host.
         total, place, *each = map(float, (total, place, *each))
         ops = np
-    if is_second:
-        least = _LARGEST_SECOND / _OF_SECOND
-        reaches = functools.reduce(ops.maximum, each, least)
-        reaches = ops.divide(reaches, _LARGEST_SECOND)
-        reaches = ops.divide(reaches, ops.minimum(place, 1.0))
-    else:
-        of_sum, highest = ops.divide(total, _LARGEST_SUM), _LARGEST
-        reaches = functools.reduce(ops.maximum, each, of_sum)
-        if all(x.ndim in (0, 1) for x in gradients):
-            highest = _LARGEST_SUM_OF_NUMBERS
-            of_sum = ops.divide(total, highest)
-        reaches = ops.divide(reaches, ops.minimum(place, highest))
-        reaches = ops.maximum(reaches, of_sum)
+    of_sum, highest = ops.divide(total, _LARGEST_SUM), _LARGEST
+    reaches = functools.reduce(ops.maximum, each, of_sum)
+    if all(x.ndim in (0, 1) for x in gradients):
+        highest = _LARGEST_SUM_OF_NUMBERS
+        of_sum = ops.divide(total, highest)
+    reaches = ops.divide(reaches, ops.minimum(place, highest))
+    reaches = ops.maximum(reaches, of_sum)
     reaches = ops.where(ops.greater(reaches, 0.0), reaches, 1.0)
     reaches = ops.minimum(ops.maximum(reaches, 1 / _HIGHEST), _HIGHEST)
     up = ops.divide(1.0, _power_below(reaches))
