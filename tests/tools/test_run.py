@@ -541,6 +541,7 @@ def test_two_runs_stand_side_by_side(tmp_path):
         place = "in place of the script's mixed_bfloat16"
         assert run["why"] == f"asked for, {place}"
     assert narrow["steps"] == wide["steps"] == 13
+    assert narrow["skipped"] == 0
     # The verdict comes first, and what a CPU can say of it before the ratio.
     printed = done.stderr.partition("tfmix run: script.py. ")[2]
     title = " ".join(printed.partition("mixed_float16")[0].split())
