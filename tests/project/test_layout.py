@@ -8,7 +8,6 @@ CORE = (
 )
 # Files of the core that are tested under another name.
 ELSEWHERE = {
-    "policy/names": "policy/test_policy",
     "ops/jax_custom_gradients": "gradient_scaling/test_users_gradients",
     "ops/tensors": "ops/test_apply",
     "ops/ways": "ops/test_loops",

@@ -6,11 +6,21 @@ from typing import Any
 
 import keras
 
-from tfmix import _formats
+from tfmix import _arguments, _formats
 from tfmix.policy import float32_layers as layer_rules
-from tfmix.policy import names
 from tfmix.policy import op_lists as op_rules
 from tfmix.policy.devices import auto_policy, is_on_tensorflows_cpu
+
+DTYPE_NAMES = (
+    "float32",
+    "mixed_float16",
+    "mixed_bfloat16",
+    "float16",
+    "bfloat16",
+)
+# This policy is mixed_bfloat16, with float8 products in some layers.
+FLOAT8 = "mixed_float8"
+NAMES = (*DTYPE_NAMES, FLOAT8, "auto", *layer_rules.LEVELS)
 
 # Every 16-bit policy has this rule, in addition to its ops.
 SIXTEEN_BIT = "(16 bit)"
@@ -72,9 +82,9 @@ class Policy(keras.DTypePolicy):
         float32_ops: Iterable[str] | None = None,
         float8_layers: Iterable[layer_rules.RuleItem] | None = None,
     ) -> None:
-        names.check(name)
+        check_name(name)
         level = layer_rules.LEVELS.get(name)
-        self.is_float8 = name == names.FLOAT8
+        self.is_float8 = name == FLOAT8
         # The name it was created with, if its dtypes have another name.
         self.level = name if level or self.is_float8 else None
         dtypes = level.policy if level else name
@@ -207,14 +217,29 @@ class Policy(keras.DTypePolicy):
         return self.name, self.level, *lists
 
 
+def check_name(name: object) -> None:
+    """Raises an error for an unknown policy name, and suggests the closest."""
+    allowed = f"one of {list(NAMES)}"
+    if not isinstance(name, str):
+        raise TypeError(
+            f"A policy's name must be a string, {allowed}. "
+            f"Received: name={name!r} of type {type(name).__name__}."
+        )
+    if name not in NAMES:
+        raise ValueError(
+            f"A policy's name must be {allowed}. Received: name={name!r}."
+            f"{_arguments.did_you_mean(name, NAMES)}"
+        )
+
+
 def _float8_layers(
     name: str, items: Iterable[layer_rules.RuleItem] | None
 ) -> tuple[layer_rules.RuleItem, ...] | None:
     if items is None:
         return None
-    if name != names.FLOAT8:
+    if name != FLOAT8:
         raise ValueError(
-            f"`float8_layers` goes with the policy {names.FLOAT8!r}. "
+            f"`float8_layers` goes with the policy {FLOAT8!r}. "
             f"Received: name={name!r}, float8_layers={items!r}."
         )
     return layer_rules.resolve(items, "float8_layers")
@@ -233,7 +258,7 @@ def with_rules(policy: keras.DTypePolicy) -> Policy:
     """
     if isinstance(policy, Policy):
         return policy
-    if policy.name in names.DTYPE_NAMES:
+    if policy.name in DTYPE_NAMES:
         return _default(policy.name)
     dtype = policy.compute_dtype
     mixed = policy.variable_dtype != dtype
