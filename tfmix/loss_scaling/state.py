@@ -61,8 +61,7 @@ class Values(NamedTuple):
         if rule is not None:
             scale = rule.update(scale, applied)
         if is_data is not False:
-            pairs = zip(self.scale, scale, strict=True)
-            scale = type(scale)(*[select(is_data, *pair) for pair in pairs])
+            scale = select(is_data, self.scale, scale)
             of_data = select(is_data, 1, 0)
         in_a_row = self.consecutive_skips
         # An operation of an eager good step would only take time.
@@ -161,7 +160,8 @@ class State:
         for variable, old, new in zip(*every, strict=True):
             if variable is not None:
                 keras_variables.assign_new(variable, old, new)
-        if rule is not None and not rules.is_constant(rule):
+        moves = rule is not None and not rules.is_constant(rule)
+        if moves and placing.variables_of(updated):
             places = self._place_of(before.scale), self._place_of(after.scale)
             placing.tell(self, updated, *places)
 
