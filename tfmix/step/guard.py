@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
-from keras import ops, tree
+from keras import ops
 
 from tfmix import _arguments
 from tfmix._keras import (
@@ -41,8 +41,7 @@ def guard(model: keras.Model) -> keras.Model:
     and each metric gets its old value back, except dropout's seeds. In your own
     `train_step` this includes weights that no optimizer gets, such as averages
     of others. The step's logs are those of the metrics without it. If no step
-    was applied since the metrics were reset, they are the skipped batch's own,
-    or NaN if these are not finite.
+    was applied since the metrics were reset, they are the skipped batch's own.
 
     If your own `train_step` calls no `apply`, or several of which only some
     skip, statistics and metrics that were finite stay finite.
@@ -375,30 +374,18 @@ class _Guard:
         """Returns the logs of a step: the metrics without a skipped one.
 
         If no step was applied since the reset, these are the skipped batch's
-        own results, or NaN if one of these is not finite.
+        own results.
         """
         results = self._model.get_metrics_result()
         if not (isinstance(logs, dict) and isinstance(results, dict)):
             return logs
         own = {name: logs[name] for name in logs if name in results}
         without = {name: results[name] for name in own}
-        # One that is not finite belongs to a skipped batch.
-        has_own = ops.logical_or(stays, finite.all_finite(own))
         if counts := self._counts():
             # No step was applied since the reset.
             empty = [ops.equal(count, 0) for count in counts]
             stays = ops.logical_or(stays, ops.all(ops.stack(empty)))
-
-        def chosen(own: Any, without: Any) -> Any:
-            # Outside of compiled steps, Keras 3.12 has made numbers of them.
-            own = ops.convert_to_tensor(own)
-            if finite.is_float(own):
-                # This is NaN in a skipped step, and no other makes one.
-                share = ops.cast(has_own, own.dtype)
-                own = ops.where(has_own, own, 0.0) / share
-            return ops.where(stays, own, without)
-
-        return logs | tree.map_structure(chosen, own, without)
+        return logs | keras_variables.select(stays, own, without)
 
     def _metrics_result(self, original: Callable) -> Any:
         """Hides metrics that skipped steps left empty at the end of an epoch.
