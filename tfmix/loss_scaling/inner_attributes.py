@@ -8,11 +8,12 @@ import keras
 from tfmix import _messages
 from tfmix._keras import optimizers, variables
 
-# Keras's base class sets these on every optimizer, even on a wrapper that does
-# not use them (Keras 3.12.4, 3.15.1).
-_SHARED_SETTINGS = (
-    "clipnorm clipvalue ema_momentum ema_overwrite_frequency global_clipnorm "
-    "gradient_accumulation_steps iterations learning_rate use_ema weight_decay"
+# Every optimizer has these of Keras's base class, even a wrapper that does not
+# use them (Keras 3.12.4, 3.15.1).
+_SHARED = (
+    "clipnorm clipvalue ema_momentum ema_overwrite_frequency "
+    "exclude_from_weight_decay global_clipnorm gradient_accumulation_steps "
+    "iterations learning_rate use_ema weight_decay"
 )
 
 
@@ -59,9 +60,9 @@ def checked_to_scale(optimizer: Any) -> Any:
 class DelegatesToInner(optimizers.OverwritesThroughInner):
     """Mixin for optimizers that leave the update to another optimizer.
 
-    Every public attribute that the class does not declare, and the settings of
-    `_SHARED_SETTINGS`, are the inner optimizer's. List it before Keras's class
-    among the bases.
+    Every public attribute that the class does not declare, and those of
+    `_SHARED`, are the inner optimizer's. List it before Keras's class among the
+    bases.
     """
 
     built: bool
@@ -91,11 +92,6 @@ class DelegatesToInner(optimizers.OverwritesThroughInner):
             super().__setattr__(name, value)
         else:
             setattr(inner, name, value)
-
-    @property
-    def variables(self) -> list[keras.Variable]:
-        """The wrapper's own variables, then the inner optimizer's."""
-        return optimizers.own_variables(self) + self.inner_optimizer.variables
 
     @property
     def loss_scale_factor(self) -> float | None:
@@ -150,41 +146,12 @@ class DelegatesToInner(optimizers.OverwritesThroughInner):
             )
         return known
 
-    def exclude_from_weight_decay(
-        self,
-        var_list: Sequence[keras.Variable] | None = None,
-        var_names: Sequence[str] | None = None,
-    ) -> None:
-        """Excludes variables from the inner optimizer's weight decay.
-
-        Args:
-            var_list: Variables of the model. Defaults to `None`.
-            var_names: Strings; a variable whose name contains one of them is
-                excluded. Defaults to `None`.
-
-        Raises:
-            ValueError: If the optimizer is built, as in Keras from 3.16 on.
-        """
-        if self.built:
-            raise ValueError(
-                "Variables are excluded from weight decay before the optimizer "
-                f"is built. Received: var_list={var_list!r}, var_names="
-                f"{var_names!r} for {self.name!r}, which is built. Write it "
-                "before `compile`, or before the first step."
-            )
-        self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
-
-    def set_weights(self, weights: Sequence) -> None:
+    def set_weights(self: Any, weights: Sequence) -> None:
         """Sets all of `optimizer.variables`, one array each, or none.
 
         Raises:
-            ValueError: If the optimizer is not built, or an array does not fit.
+            ValueError: If an array does not fit.
         """
-        if not self.built:
-            raise ValueError(
-                "`set_weights` needs a built optimizer. Call "
-                "`optimizer.build(model.trainable_variables)` first."
-            )
         variables.assign_all(self.variables, weights)
 
 
@@ -202,5 +169,5 @@ def _write(wrapper: DelegatesToInner, name: str, value: Any) -> None:
         setattr(wrapper.inner_optimizer, name, value)
 
 
-for _name in _SHARED_SETTINGS.split():
+for _name in _SHARED.split():
     setattr(DelegatesToInner, _name, _shared(_name))

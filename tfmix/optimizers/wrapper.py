@@ -35,6 +35,12 @@ class OptimizerWrapper(
         super().__init__(learning_rate=0.0, name=name)
         self.inner_optimizer = inner_optimizer
 
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """The wrapper's own variables, then the inner optimizer's."""
+        own: list[keras.Variable] = super().variables
+        return own + self.inner_optimizer.variables
+
     def build(self, variables: Variables) -> None:
         """Creates the state for a model's trainable variables.
 
