@@ -269,36 +269,36 @@ class _Guard:
             read = step.counter.read if step.counter else list
             counts = read()
             logs = original(*args, **kwargs)
-            after = read()
-        return self._put_back(step, step.outcome(counts, after), before, logs)
+            outcome = step.outcome(counts, read())
+            return self._put_back(step, outcome, before, logs)
 
     def _on_jax(self, original: Callable, *args: Any, **kwargs: Any) -> tuple:
         model = self._model
         with self._step(self._watched()) as step:
             logs, after = original(*args, **kwargs)
-        order = training.STEP_ON_JAX
-        state = replacing.argument(order, args, kwargs, "state")
-        groups = (
-            model.trainable_variables,
-            model.non_trainable_variables,
-            model.optimizer.variables,
-            model.metrics_variables,
-        )
-        mapping: list = []
-        before: dict[int, Any] = {}
-        for group, new, old in zip(groups, after, state, strict=True):
-            mapping += zip(group, new, strict=True)
-            before |= zip(map(id, group), old, strict=True)
+            order = training.STEP_ON_JAX
+            state = replacing.argument(order, args, kwargs, "state")
+            groups = (
+                model.trainable_variables,
+                model.non_trainable_variables,
+                model.optimizer.variables,
+                model.metrics_variables,
+            )
+            mapping: list = []
+            before: dict[int, Any] = {}
+            for group, new, old in zip(groups, after, state, strict=True):
+                mapping += zip(group, new, strict=True)
+                before |= zip(map(id, group), old, strict=True)
 
-        skips = getattr(model.optimizer, "skips", None)
-        counters = [optimizers.applies(model.optimizer)]
-        counters += [] if skips is None else [skips]
-        with keras.StatelessScope(state_mapping=mapping) as scope:
-            value = scope.get_current_value
-            counts = [before[id(counter)] for counter in counters]
-            outcome = step.outcome(counts, [*map(value, counters)])
-            logs = self._put_back(step, outcome, before, logs)
-        return logs, tuple([*map(value, group)] for group in groups)
+            skips = getattr(model.optimizer, "skips", None)
+            counters = [optimizers.applies(model.optimizer)]
+            counters += [] if skips is None else [skips]
+            with keras.StatelessScope(state_mapping=mapping) as scope:
+                value = scope.get_current_value
+                counts = [before[id(counter)] for counter in counters]
+                outcome = step.outcome(counts, [*map(value, counters)])
+                logs = self._put_back(step, outcome, before, logs)
+            return logs, tuple([*map(value, group)] for group in groups)
 
     @contextlib.contextmanager
     def _step(self, watched: Iterable) -> Iterator[Step]:
@@ -393,6 +393,8 @@ class _Guard:
         Keras then uses the last step's logs, as it does for other keys.
         """
         results = original()
+        if current_step() is not None:
+            return results
         counts = [*map(keras_variables.host_value, self._counts())]
         # They are not known in a function that is being compiled.
         is_empty = all(count is not None and count == 0 for count in counts)
