@@ -245,10 +245,10 @@ def _float8_layers(
     return layer_rules.resolve(items, "float8_layers")
 
 
-def changed(policy: Policy, name: str | None = None, **settings: Any) -> Policy:
-    """Returns a policy with other settings, and another name if given."""
+def changed(policy: Policy, **settings: Any) -> Policy:
+    """Returns a policy with other settings."""
     kept = {field: getattr(policy, field) for field in _SETTINGS}
-    return Policy(name or policy.level or policy.name, **{**kept, **settings})
+    return Policy(policy.level or policy.name, **{**kept, **settings})
 
 
 def with_rules(policy: keras.DTypePolicy) -> Policy:
