@@ -120,19 +120,13 @@ class DelegatesToInner(optimizers.OverwritesThroughInner):
     @loss_scale_factor.setter
     def loss_scale_factor(self, value: float | None) -> None:
         scales = isinstance(self, optimizers.KerasScaler)
-        if scales and value is not None:
+        # Keras's own loss scale sets `None` on the optimizer that it gets.
+        if scales and (value is not None or "inner_optimizer" in vars(self)):
             raise ValueError(
-                "A `loss_scale_factor` would scale the loss twice. Received: "
-                f"loss_scale_factor={value!r}. Set `optimizer.loss_scale`, or "
-                f"write LossScaleOptimizer(..., loss_scale={value!r})."
-            )
-        if scales and "inner_optimizer" in vars(self):
-            # Keras's own loss scale sets `None` on the optimizer it gets.
-            raise ValueError(
-                "An optimizer that scales the loss takes no second loss scale "
-                "around it: the gradients would be divided by both. Received: "
-                f"inner_optimizer={self!r}. Use it without the outer "
-                "LossScaleOptimizer."
+                "An optimizer that scales the loss takes no second loss scale: "
+                "the gradients would be divided by both. Received: "
+                f"loss_scale_factor={value!r}. Set `optimizer.loss_scale`, and "
+                "use it without another LossScaleOptimizer around it."
             )
         _write(self, "loss_scale_factor", value)
 

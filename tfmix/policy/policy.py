@@ -92,9 +92,9 @@ class Policy(keras.DTypePolicy):
         super(Policy, self).__init__(  # noqa: UP008, see `__class__`
             auto_policy() if name == "auto" else dtypes
         )
-        defaults = level.rules if level else layer_rules.DEFAULT_LAYER_RULES
+        defaults = level.layers if level else layer_rules.DEFAULT_LAYERS
         self._float32_layers: tuple[layer_rules.RuleItem, ...] = (
-            tuple(rule.layer_class for rule in defaults)
+            tuple(defaults)
             if float32_layers is None
             else layer_rules.resolve(float32_layers)
         )
@@ -164,18 +164,15 @@ class Policy(keras.DTypePolicy):
                 shown = item.__name__ if isinstance(item, type) else repr(item)
                 listed = f"listed in float32_layers: {shown}"
                 return layer_rules.REASONS.get(item, listed)
-        kept = [layer_rules.SAVED_MODEL]
         is_pure = self.compute_dtype == self.variable_dtype
-        if is_pure and self.level is None:
-            kept.append(layer_rules.BATCH_NORMALIZATION)
+        kept = ["BatchNormalization"] * (is_pure and self.level is None)
+        for item in ["TFSMLayer", *kept]:
+            if layer_rules.matches(item, layer_class, name):
+                return layer_rules.REASONS[item]
         if self.compute_dtype == _formats.FLOAT16.name:
-            kept += layer_rules.NO_CPU_KERNELS
-        for rule in kept:
-            if layer_rules.matches(rule.layer_class, layer_class, name) and (
-                rule not in layer_rules.NO_CPU_KERNELS
-                or is_on_tensorflows_cpu()
-            ):
-                return rule.why
+            for item, why in layer_rules.NO_CPU_KERNELS.items():
+                if layer_rules.matches(item, layer_class, name):
+                    return why if is_on_tensorflows_cpu() else None
         return None
 
     def outside_white_list(self, layer_class: type) -> bool:

@@ -159,8 +159,9 @@ def apply_step(
     summed = replicas.sum_gradients(grads, variables)
     with (
         replicas.one_replica([*assigned, *counters], optimizer),
-        # Gradients are float32 from here on: the rules of a model's step would
-        # only cost time.
+        # Gradients are float32 from here on, and an optimizer computes in the
+        # dtypes of its variables: the rules of a model's step would only cost
+        # time, and check the gradients again.
         context_values.holding(rules=context_values.NO_RULES),
     ):
         true = unscaled(summed, variables, scale)
@@ -193,14 +194,11 @@ def apply_if_finite(
     """
     bad = _bad_of_step(list(grads))
     applied = _known(ops.logical_not(ops.any(bad)))
-    # An optimizer computes in the dtypes of its variables: the rules of a
-    # model's step only cost time here, and would check the gradients again.
-    with context_values.holding(rules=context_values.NO_RULES):
-        if _is_selected(applied):
-            with keras_variables.selecting(applied, variables):
-                update()
-        else:
-            _branch(applied, update, None)
+    if _is_selected(applied):
+        with keras_variables.selecting(applied, variables):
+            update()
+    else:
+        _branch(applied, update, None)
     return applied, bad
 
 
