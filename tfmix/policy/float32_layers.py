@@ -26,7 +26,7 @@ _SPECTRUM = "infinite in float16, a TypeError in bfloat16"
 # averages over images and volumes complete their family, although Keras sums
 # them in float32 by itself. Op rules cover some of these layers as well, but
 # only a layer's dtype is saved with a model that plain Keras loads.
-DEFAULT_LAYERS: dict[str, str] = {
+DEFAULT_LAYERS: dict[RuleItem, str] = {
     "Softmax": _SOFTMAX,
     "Attention": _ATTENTION,
     "AdditiveAttention": _ADDITIVE,
