@@ -17,7 +17,7 @@ import pytest
 
 from tests import helpers, processes
 from tests.tree import ROOT
-from tfmix.policy import names
+from tfmix.policy import policy as policies
 from tfmix.tools import cli
 from tfmix.tools.run import report, session, steps, verdict
 
@@ -375,7 +375,7 @@ def test_a_wrong_word_is_one_line_and_code_2(words, said, capsys):
 
 
 def test_the_policies_that_it_knows_are_all_there_are():
-    assert sorted(cli._POLICIES) == sorted(names.NAMES)
+    assert sorted(cli._POLICIES) == sorted(policies.NAMES)
 
 
 # What cannot be computed in 16 bit.
