@@ -12,12 +12,7 @@ import numpy as np
 from keras import ops, tree
 
 from tfmix import _arguments, _messages, _users_code
-from tfmix._keras import (
-    context_values,
-    files,
-    optimizers,
-    tracing,
-)
+from tfmix._keras import context, optimizers
 from tfmix._keras import variables as keras_variables
 from tfmix.gradient_scaling import model_call, placing
 from tfmix.loss_scaling import (
@@ -188,7 +183,7 @@ for _name in _SHARED.split():
 
 @keras.saving.register_keras_serializable(package="tfmix")
 class LossScaleOptimizer(
-    files.StoredAsInner,
+    optimizers.StoredAsInner,
     DelegatesToInner,
     state.Counts,
     optimizers.KerasScaler,

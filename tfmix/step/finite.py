@@ -157,7 +157,7 @@ def apply_step(
         # Gradients are float32 from here on, and an optimizer computes in the
         # dtypes of its variables: the rules of a model's step would only cost
         # time, and check the gradients again.
-        context_values.holding(rules=context_values.NO_RULES),
+        context.holding(rules=context.NO_RULES),
     ):
         true = unscaled(summed, variables, scale)
         local = [*map(keras_variables.local, variables)]

@@ -269,7 +269,7 @@ class _Guard:
         with self._step(self._watched()) as step:
             logs, after = original(*args, **kwargs)
             order = training.STEP_ON_JAX
-            state = replacing.argument(order, args, kwargs, "state")
+            state = layers.argument(order, args, kwargs, "state")
             groups = (
                 model.trainable_variables,
                 model.non_trainable_variables,

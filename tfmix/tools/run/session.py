@@ -18,8 +18,8 @@ import keras
 import rich.console
 
 from tfmix import _messages
-from tfmix._keras import global_state, layers, replacing
-from tfmix.autocast import fallback, global_policy
+from tfmix._keras import context, layers, replacing
+from tfmix.autocast import global_policy, layer_calls
 from tfmix.policy import policy as policies
 from tfmix.policy.devices import devices, suited_policy
 from tfmix.tools.run import report, steps
