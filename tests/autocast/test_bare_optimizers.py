@@ -7,7 +7,7 @@ from keras import ops
 
 import tfmix
 from tests import helpers, steps
-from tfmix.autocast import bare_optimizers
+from tfmix.loss_scaling.state import counts_of_model
 
 START = np.ones((3,), "float32")
 LOW = tfmix.optimizers.LowMemoryOptimizer
@@ -97,7 +97,7 @@ def test_skips_in_a_row_end_with_a_step_that_is_applied(mode):
     counts = []
     for size in (np.nan, np.inf, 1.0, np.nan, 1.0):
         step(START, size * START)
-        (skips,) = bare_optimizers.skippers(model)
+        (skips,) = counts_of_model(model)
         counts.append((skips.skipped_steps, skips.consecutive_skips))
     assert counts == [(1, 1), (2, 2), (2, 0), (3, 1), (3, 0)]
     assert [*skips.overflow_counts.values()] == [0, 3]

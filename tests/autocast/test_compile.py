@@ -7,8 +7,7 @@ from keras import layers, optimizers
 
 import tfmix
 from tests import helpers
-from tfmix._keras import context_values
-from tfmix.ops import stand_ins
+from tfmix._keras import context
 from tfmix.policy import policy as policies
 
 X = np.random.default_rng(3).normal(size=(16, 3)).astype("float32")
@@ -277,17 +276,17 @@ def test_rules_hold_for_a_users_own_compile_and_not_for_kerass():
     @keras.saving.register_keras_serializable("tests")
     class Noting(optimizers.SGD):
         def __init__(self, **kwargs):
-            seen["Keras's"] = context_values.active_rules()
+            seen["Keras's"] = context.active_rules()
             super().__init__(**kwargs)
 
     class Model(Subclassed):
         def compile(self, *args, **kwargs):
-            seen["own"] = context_values.active_rules()
+            seen["own"] = context.active_rules()
             super().compile(*args, **kwargs)
 
     model = under(F16, Model, optimizers.serialize(Noting()))
     assert described(model.optimizer) == "Dynamic 32768 Noting"
-    assert seen == {"own": stand_ins.installed(), "Keras's": frozenset()}
+    assert seen == {"own": context.installed.rules, "Keras's": frozenset()}
     assert policies.SIXTEEN_BIT in seen["own"]
 
 

@@ -7,7 +7,7 @@ from keras import layers, ops
 
 import tfmix
 from tests import helpers, steps
-from tfmix.autocast import fallback
+from tfmix.autocast import layer_calls
 
 X = np.random.default_rng(0).normal(size=(4, 8)).astype("float32")
 NAMES = ("mixed_float16", "mixed_bfloat16")
@@ -434,7 +434,7 @@ def test_a_saved_model_needs_no_attempt_in_16_bit(policy, tmp_path, caplog):
     np.testing.assert_array_equal(model.predict(X, verbose=0), expected)
     model.compile("sgd", "mse")
     assert np.isfinite(model.train_on_batch(X, X[:, :1]))
-    assert not fallback.reason(saved)
+    assert not layer_calls.reason(saved)
     assert not warnings_in(caplog)
 
 

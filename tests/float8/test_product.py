@@ -10,7 +10,7 @@ import pytest
 from keras import ops
 
 from tests import helpers, steps
-from tfmix._keras import tracing
+from tfmix._keras import context
 from tfmix.float8 import product
 
 NARROW = {
@@ -207,7 +207,7 @@ def lowered(platform, *arguments, devices=1):
         import tensorflow as tf
 
         step = tf.function(with_gradients, jit_compile=True, autograph=False)
-        with tracing.compiled_for(platform):
+        with context.compiled_for(platform):
             return step.experimental_get_compiler_ir(*arguments)(stage="hlo")
     import jax
 

@@ -239,12 +239,12 @@ def test_a_fixed_factor_on_the_inner_optimizer_is_not_lost_in_silence(said):
     inner = keras.optimizers.SGD(loss_scale_factor=512.0)
     wrapped = Wrapped(inner)
     assert "loss_scale=512.0" in said[0]
-    with pytest.raises(ValueError, match="scale the loss twice"):
+    with pytest.raises(ValueError, match="takes no second loss scale"):
         wrapped.loss_scale_factor = 2.0
 
 
 def test_kerass_loss_scale_is_not_made_around_ours():
-    message = "no second loss scale around it.*without the outer"
+    message = "no second loss scale.*without another LossScaleOptimizer"
     with pytest.raises(ValueError, match=message):
         keras.optimizers.LossScaleOptimizer(Wrapped("sgd"))
 

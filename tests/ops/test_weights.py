@@ -10,7 +10,7 @@ from keras import layers, ops
 
 import tfmix
 from tests import helpers, loops, steps
-from tfmix._keras import tracing
+from tfmix._keras import context
 
 ON_JAX = keras.backend.backend() == "jax"
 # The last two run code that TensorFlow traces for a GPU.
@@ -237,7 +237,7 @@ def gradients(policy, name, way, weights=None):
 
 
 def traced(way):
-    for_gpu = tracing.compiled_for("cuda")
+    for_gpu = context.compiled_for("cuda")
     return for_gpu if "gpu" in way else contextlib.nullcontext()
 
 

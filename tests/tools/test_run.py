@@ -17,7 +17,7 @@ import pytest
 
 from tests import helpers, processes
 from tests.tree import ROOT
-from tfmix.policy import names
+from tfmix.policy import policy as policies
 from tfmix.tools import cli
 from tfmix.tools.run import report, session, steps, verdict
 
@@ -375,7 +375,7 @@ def test_a_wrong_word_is_one_line_and_code_2(words, said, capsys):
 
 
 def test_the_policies_that_it_knows_are_all_there_are():
-    assert sorted(cli._POLICIES) == sorted(names.NAMES)
+    assert sorted(cli._POLICIES) == sorted(policies.NAMES)
 
 
 # What cannot be computed in 16 bit.
@@ -541,6 +541,7 @@ def test_two_runs_stand_side_by_side(tmp_path):
         place = "in place of the script's mixed_bfloat16"
         assert run["why"] == f"asked for, {place}"
     assert narrow["steps"] == wide["steps"] == 13
+    assert narrow["skipped"] == 0
     # The verdict comes first, and what a CPU can say of it before the ratio.
     printed = done.stderr.partition("tfmix run: script.py. ")[2]
     title = " ".join(printed.partition("mixed_float16")[0].split())

@@ -15,13 +15,7 @@ from typing import Any
 import keras
 
 from tfmix import _messages
-from tfmix._keras import (
-    context_values,
-    global_state,
-    layers,
-    replacing,
-    tracing,
-)
+from tfmix._keras import context, layers, replacing
 
 # The backend calls one of these for a function with a gradient of its own.
 CUSTOM: tuple[replacing.Place, ...] = ()
@@ -90,7 +84,7 @@ def may_be_asked() -> bool:
     if runs_forward():
         return False
     is_graph = not tf.executing_eagerly()
-    return is_recorded() or (is_graph and global_state.is_training())
+    return is_recorded() or (is_graph and context.is_training())
 
 
 def traced_for_gradients(original: Callable) -> Callable:
@@ -130,10 +124,10 @@ def local(tensor: Any) -> Any:
 def function() -> Any:
     """Returns a token of the `tf.function` that is traced now.
 
-    Loops and branches are part of it. It is `tracing.EAGER` in eager code.
+    Loops and branches are part of it. It is `context.EAGER` in eager code.
     """
     if tf.executing_eagerly():
-        return tracing.EAGER
+        return context.EAGER
     graph = tf.compat.v1.get_default_graph()
     while isinstance(graph, control_flow_v2_func_graphs.ControlFlowFuncGraph):
         graph = graph.outer_graph
@@ -157,7 +151,7 @@ def without_rules(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def gradients(*args: Any, **kwargs: Any) -> Any:
-        with context_values.holding(rules=context_values.NO_RULES):
+        with context.holding(rules=context.NO_RULES):
             return original(*args, **kwargs)
 
     return gradients
@@ -209,8 +203,13 @@ def replaced(
             with _named(by_graph or by_tape, len(results)):
                 made = tf.identity_n(inputs)[: len(results)]
     sources = [*tensors, *(variable.handle for variable in variables)]
-    record.record_operation("Tfmix", made, sources, by_tape)
+    record_as(made, sources, by_tape)
     return made
+
+
+def record_as(results: Sequence, sources: Sequence, gradient: Gradient) -> None:
+    """Records how a gradient of results that no tape has recorded is formed."""
+    record.record_operation("Tfmix", results, sources, gradient)
 
 
 def _named(gradient: Gradient, count: int) -> Any:

@@ -25,7 +25,7 @@ from jax import numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad, batching, mlir
 
-from tfmix._keras import context_values, kernels, tapes, tracing
+from tfmix._keras import context, kernels, tapes
 from tfmix.gradient_scaling import power
 from tfmix.ops import jax_products, tensors
 
@@ -48,7 +48,7 @@ class Gates:
         self._place = lax.stop_gradient(jnp.asarray(place, "float32"))
         self._overwritten = overwritten
         self._token: Any = jnp.zeros(2, "float32")
-        self._state = tracing.transformation()
+        self._state = context.transformation()
 
     def enter(self, values: Sequence) -> list:
         """Returns the arrays for the code inside, in the same order."""
@@ -66,7 +66,7 @@ class Gates:
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """Runs a block between the gates."""
-        with context_values.holding(gates=self):
+        with context.holding(gates=self):
             yield
 
     def leave(self, results: Sequence, losses: Sequence) -> tuple[list, list]:
@@ -96,7 +96,7 @@ class Gates:
         Inside a loop, a branch or another transformation it may not, because
         the power is then no value of that function.
         """
-        return bool(tracing.transformation() == self._state)
+        return bool(context.transformation() == self._state)
 
     def unscaled(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Calls a function of the user's, whose gradients are unscaled.
@@ -128,11 +128,11 @@ def of_users(original: Callable) -> Callable:
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         run = functools.partial(original, self)
-        gates = context_values.block.get().gates
+        gates = context.block.get().gates
         if gates is None or tapes.is_linear(tapes.users_function(self)):
             return run(*args, **kwargs)
         # What it calls has no say in its gradient.
-        with context_values.holding(gates=None):
+        with context.holding(gates=None):
             if gates.reach():
                 return gates.unscaled(run, args, kwargs)
             tapes.say_scaled()

@@ -16,21 +16,14 @@ with respect to it exist.
 
 import contextlib
 import functools
+import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 
-from tfmix._keras import (
-    context_values,
-    global_state,
-    graphs,
-    layers,
-    replacing,
-    tapes,
-    tracing,
-)
+from tfmix._keras import context, graphs, layers, tapes
 from tfmix._keras import variables as keras_variables
 from tfmix.gradient_scaling import placing
 from tfmix.ops import tensors
@@ -56,7 +49,7 @@ _NOTHING = (None,)
 
 def outputs_as_made() -> contextlib.AbstractContextManager[None]:
     """Makes models return their last layers' results unchanged, for `check`."""
-    return context_values.holding(around=_AS_MADE)
+    return context.holding(around=_AS_MADE)
 
 
 def is_outermost(model: keras.Model) -> bool:
@@ -65,13 +58,13 @@ def is_outermost(model: keras.Model) -> bool:
     The call must have real tensors, and come from no layer except a graph that
     only connects layers.
     """
-    is_part = context_values.block.get().around is not None
-    if is_part or global_state.on_shapes_only():
+    is_part = context.block.get().around is not None
+    if is_part or context.on_shapes_only():
         return False
-    entry = global_state.entry_layer()
+    entry = context.entry_layer()
     if entry is None or entry is model:
         return True
-    return layers.is_structure(entry) and not replacing.by_role(entry)
+    return layers.is_structure(entry) and not layers.by_role(entry)
 
 
 class Calls:
@@ -115,7 +108,7 @@ class Calls:
     ) -> Any:
         """Runs the graph in parts; `original` is Keras's method."""
         # Only the outermost graph does.
-        if context_values.block.get().around is not self:
+        if context.block.get().around is not self:
             return original(inputs, operation_fn=operation_fn, **kwargs)
         model, given = self._model, keras.tree.flatten(inputs)
         # Maps the `id` of a symbol to its value and original dtype. Other parts
@@ -136,14 +129,14 @@ class Calls:
     def _in_float32(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model under its rules. Its results are float32."""
         around = self if self.parts else _AS_MADE
-        with context_values.holding(around=around), self._ruled():
+        with context.holding(around=around), self._ruled():
             outputs = self._own(*args, **kwargs)
             # Under the rules, a cast returns the value from before rounding.
             wide = tensors.to_float32_with_notes
             return tensors.map_leaves(outputs, wide)
 
     def _own(self, *args: Any, **kwargs: Any) -> Any:
-        call = replacing.wrapped(self._model, "call", replacing.RULES)
+        call = layers.wrapped(self._model, "call", layers.RULES)
         return call(*args, **kwargs)
 
 
@@ -207,17 +200,17 @@ def between_gates(
     nest = tensors.map_leaves((args, kwargs), keras_variables.read)
     given, rebuilt = tensors.floats(nest)
     exact = [*map(tensors.before_cast, given)]
-    scope = global_state.open_scope()
+    scope = context.open_scope()
     state: dict = {} if scope is None else scope.state_mapping
     weights = [] if _TENSORFLOW or scope else _traced(model)
     values = [*exact, *state.values(), *(value for *_, value in weights)]
-    if not (_TENSORFLOW or any(map(tracing.is_symbolic, values))):
+    if not (_TENSORFLOW or any(map(context.is_symbolic, values))):
         return call(*args, **kwargs)
     flat, objects = layers.flat_layers(model), _objects(nest)
     before = _items([*flat, *objects], state)
     held = [item for item in before.values() if _is_reached(item, values)]
     held += weights
-    pair = gates.Gates(placing.of(model), _overwritten(model, state))
+    pair = gates.Gates(placing.of(model), _overwritten(flat, state))
     kept, with_kept = tensors.floats([value for *_, value in held])
     inside = pair.enter([*exact, *kept])
     new = map(_rounded, given, exact, inside)
@@ -288,7 +281,7 @@ def _is_reached(item: _Item, others: list) -> bool:
     if _TENSORFLOW:
         return any(map(tapes.reach, _floats(item[-1])))
     # Layers may keep arrays of a transformation that has ended.
-    return any(tracing.is_traced_with(x, others) for x in _floats(item[-1]))
+    return any(context.is_traced_with(x, others) for x in _floats(item[-1]))
 
 
 def _floats(value: Any) -> list:
@@ -305,12 +298,13 @@ def _traced(model: keras.Model) -> list[_Item]:
     Code may have assigned the tracers.
     """
     items = map(keras_variables.place_of_value, model.trainable_variables)
-    return [item for item in items if tracing.is_symbolic(item[-1])]
+    return [item for item in items if context.is_symbolic(item[-1])]
 
 
-def _overwritten(model: keras.Model, states: dict[int, Any]) -> set[int]:
+def _overwritten(flat: list, states: dict[int, Any]) -> set[int]:
     """Returns the `id`s of values whose gradient is their next value."""
-    variables = filter(keras_variables.is_overwritten, model.variables)
+    own = itertools.chain(*map(keras_variables.own_variables, flat))
+    variables = filter(keras_variables.is_overwritten, own)
     return {
         id(states.get(id(v), keras_variables.local(v.value))) for v in variables
     }
@@ -325,26 +319,35 @@ def _items(owners: Iterable, state: dict) -> _Items:
         state: Values of variables in a scope.
     """
     found: _Items = {}
-    waiting: list[tuple[Any, Iterable]] = [(state, [*state])]
+    waiting: list[tuple[Any, Sequence]] = [(state, [*state])]
     for owner in owners:
         attributes = getattr(owner, "__dict__", {})
         waiting.append((attributes, layers.users_attributes(attributes)))
     seen: set[int] = set()
     # The list grows meanwhile.
     for container, keys in waiting:
-        for key in keys:
+        kinds = map(type, map(container.__getitem__, keys))
+        for key in itertools.compress(keys, map(_holds, kinds)):
             value = container[key]
             kind: Any = type(value)
-            if issubclass(kind, list | dict) and id(value) not in seen:
+            if _holds(kind) == "arrays":
+                found[id(container), key] = container, key, value
+            elif id(value) not in seen:
                 seen.add(id(value))
                 is_dict = isinstance(value, dict)
                 inner = [*value] if is_dict else range(len(value))
                 waiting.append((value, inner))
-            elif issubclass(kind, tuple) or keras_variables.derives(
-                kind, tensors.ARRAYS
-            ):
-                found[id(container), key] = container, key, value
     return found
+
+
+# Every call asks this of all attributes.
+@functools.cache
+def _holds(kind: Any) -> str | None:
+    """Returns what objects of a type hold."""
+    if issubclass(kind, list | dict):
+        return "items"
+    is_array = issubclass(kind, tuple) or issubclass(kind, tensors.ARRAYS)
+    return "arrays" if is_array else None
 
 
 def _left(after: _Items, before: _Items) -> list[_Item]:

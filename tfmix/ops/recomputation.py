@@ -17,7 +17,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import context_values, global_state, tapes
+from tfmix._keras import context, tapes
 from tfmix.ops import tensors
 
 if keras.backend.backend() == "tensorflow":
@@ -39,7 +39,7 @@ def alike(original: Callable, block_as_now: Callable[[], Block]) -> Callable:
 
     @functools.wraps(original)
     def record(f: Callable, args: Any, kwargs: Any) -> Any:
-        block, now = block_as_now(), context_values.block.get()
+        block, now = block_as_now(), context.block.get()
         is_linear = tapes.is_linear(f)
         # What it calls has no say in its gradient, unless that runs now.
         runs_again = is_linear and now.power is not None
@@ -51,7 +51,7 @@ def alike(original: Callable, block_as_now: Callable[[], Block]) -> Callable:
 
         @functools.wraps(f)
         def function(*args: Any, **kwargs: Any) -> tuple[Any, Callable]:
-            with context_values.holding(gates=within):
+            with context.holding(gates=within):
                 result, gradient = f(*args, **kwargs)
                 return result, _as_now(gradient, block, unscales)
 
@@ -71,12 +71,12 @@ def _in_float32(
     """
     given = tf.nest.map_structure(tensors.snapshot, (args, kwargs))
     narrow = [x.dtype for x in tf.nest.flatten(given) if tensors.is_16_bit(x)]
-    state = global_state.call_state()
+    state = context.call_state()
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> tuple[Any, Callable]:
         # It reads variables in float32, too.
-        with global_state.as_called((*state[:2], None)):
+        with context.as_called((*state[:2], None)):
             made: tuple[Any, Callable] = function(*args, **kwargs)
         return made
 
@@ -114,7 +114,7 @@ def _as_now(gradient: Callable, block: Block, unscales: bool) -> Callable:
     state, settings = global_state.call_state(), context_values.block.get()
 
     def run(*upstream: Any, **variables: Any) -> Any:
-        now = context_values.block.get()
+        now = context.block.get()
         by = now.power if unscales else None
         if by is not None:
             upstream = _times(by.down, upstream)

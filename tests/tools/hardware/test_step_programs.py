@@ -10,7 +10,7 @@ import tfmix
 from benchmarks import compiled_steps, compiled_tensorflow, overhead
 from tests import helpers
 from tests.tools.hardware.programs import skip_without
-from tfmix._keras import kernels, tracing
+from tfmix._keras import context, kernels
 from tfmix.step import finite
 from tfmix.tools.hardware import compiled_text, compilers
 from tfmix.tools.hardware import target as targets
@@ -138,7 +138,7 @@ def test_sparse_gradients_are_checked_without_a_loop():
 
 def test_a_separate_check_per_gradient_is_caught(monkeypatch):
     if keras.backend.backend() == "tensorflow":
-        monkeypatch.setattr(tracing, "by_xla", lambda: False)
+        monkeypatch.setattr(context, "by_xla", lambda: False)
     else:
         monkeypatch.setattr(
             kernels, "not_finite_alike", kernels.VARIANTS["default"]
