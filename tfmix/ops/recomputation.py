@@ -111,7 +111,7 @@ def _as_now(gradient: Callable, block: Block, unscales: bool) -> Callable:
         unscales: Whether the function gets unscaled gradients. It returns the
             user's, which are scaled again.
     """
-    state, settings = global_state.call_state(), context_values.block.get()
+    state, settings = context.call_state(), context.block.get()
 
     def run(*upstream: Any, **variables: Any) -> Any:
         now = context.block.get()
@@ -122,8 +122,8 @@ def _as_now(gradient: Callable, block: Block, unscales: bool) -> Callable:
         held = {**vars(settings), "power": power, "gates": now.gates}
         with (
             block(),
-            global_state.as_called(state),
-            context_values.holding(**held),
+            context.as_called(state),
+            context.holding(**held),
         ):
             found = gradient(*upstream, **variables)
         return found if by is None else _times(by.up, found)
