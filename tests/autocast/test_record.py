@@ -77,16 +77,6 @@ def plain_model():
     return penalised_model()
 
 
-def test_the_policy_of_a_model_is_detached_completely(plain_model):
-    before = set(vars(plain_model))
-    mixed_model.set_policy(plain_model, policies.Policy("mixed_float16"))
-    assert {"call", "train_step", "compile"} < set(vars(plain_model)) - before
-    mixed_model.set_policy(plain_model, FLOAT32)
-    assert not {"call", "train_step", "compile"} & (
-        set(vars(plain_model)) - before
-    )
-
-
 @pytest.mark.costly
 def test_a_method_that_the_user_sets_is_wrapped_and_given_back(plain_model):
     calls = []

@@ -149,28 +149,6 @@ def test_a_used_model_computes_in_16_bit_until_undo(kind, policy):
         assert set(vars(x)) == names, x.name
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("way", ["apply_policy", "convert_model"])
-# Keras names each layer that it does not quantize, and 3.16 counts them.
-@pytest.mark.filterwarnings("ignore:.* does not have a .quantize. method")
-@pytest.mark.filterwarnings("ignore:.*model.quantize.* skipped because they do")
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_mixed_model_is_quantized_once_it_is_float32(kind, way):
-    with global_policy.policy_scope("mixed_float16"):
-        model = compiled(kind())
-    model.fit(X, Y, verbose=0)
-    if way == "apply_policy":
-        convert.apply_policy(model, "float32")
-    else:
-        model = convert.convert_model(model, "float32")
-    policies = {x.dtype_policy.name for x in model._flatten_layers()}
-    assert policies == {"float32"}
-    before = predict(model)
-    model.quantize("int8")
-    assert layer(model, "body").kernel.dtype == "int8"
-    np.testing.assert_allclose(predict(model), before, atol=0.05)
-
-
 @pytest.mark.parametrize("built", [True, False])
 @pytest.mark.parametrize(
     ("made", "policy"), [("float32", "bfloat16"), ("float16", "float32")]

@@ -172,41 +172,6 @@ def test_the_sine_of_an_angle_that_was_cast_is_that_of_float32(policy, mode):
         np.testing.assert_allclose(helpers.to_numpy(one), right, atol=4e-3)
 
 
-def masked(scores, mask):
-    return scores + (1 - ops.cast(mask, scores.dtype)) * -1e9
-
-
-MASKS = {
-    "operators": masked,
-    "where": lambda scores, mask: ops.where(mask, scores, -1e9),
-}
-
-
-@pytest.mark.parametrize("mode", steps.MODES)
-@pytest.mark.parametrize("name", MASKS)
-def test_attention_behind_a_mask_of_a_billion_is_that_of_float32(name, mode):
-    # The last row has nothing to attend to.
-    mask = np.arange(6) < np.array([[6], [4], [1], [0]])
-    scores = np.random.default_rng(0).normal(size=(4, 6)).astype("float32")
-
-    def attend(scores):
-        weights = ops.softmax(MASKS[name](scores, ops.convert_to_tensor(mask)))
-        return ops.square(weights)
-
-    results = []
-    for policy, dtype in (("float32",) * 2, ("mixed_float16", "float16")):
-        tfmix.set_global_policy(policy)
-        compute = steps.compiled(
-            lambda x: helpers.with_gradients(attend, x), mode
-        )
-        found = compute(ops.cast(scores, dtype))
-        results.append([helpers.to_numpy(each) for each in found])
-    for right, found in zip(*results, strict=True):
-        helpers.assert_close(found[:3], right[:3], "float16")
-        helpers.assert_all_finite([found])
-        assert not found[:3][~mask[:3]].any()
-
-
 def tiny():
     """Returns TensorFlow's own functions of an epsilon."""
     import tensorflow as tf

@@ -133,17 +133,6 @@ def test_settings_of_the_inner_optimizer_act_as_in_float32(settings):
         helpers.assert_close(got, wanted, "bfloat16")
 
 
-def test_masters_inside_masters_are_the_outer_ones():
-    steps, found = sixteen_bit.gradients(2), []
-    for make in (Masters, lambda inner: Masters(Masters(inner))):
-        stored = sixteen_bit.variables("bfloat16")
-        optimizer = make(keras.optimizers.SGD(0.01))
-        sixteen_bit.run(optimizer, stored, steps)
-        values = [optimizer.read_float32(variable) for variable in stored]
-        found.append(sixteen_bit.bits_of([*stored, *values]))
-    assert found[0] == found[1]
-
-
 def test_a_map_of_optimizers_finds_the_paths_of_the_model():
     if not hasattr(keras.optimizers, "MultiOptimizer"):
         pytest.skip("needs a Keras with MultiOptimizer, 3.13 or newer")

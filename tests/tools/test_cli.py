@@ -4,9 +4,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
-import os
 import re
-import subprocess
 import sys
 
 import keras
@@ -347,29 +345,6 @@ def test_an_error_in_tfmix_is_raised_as_it_is(run, monkeypatch):
     monkeypatch.setattr(commands, "devices", raises(ZeroDivisionError))
     with pytest.raises(ZeroDivisionError):
         run("devices")
-
-
-@pytest.mark.slow
-def test_python_dash_m_runs_it_in_a_terminal_and_passes_the_exit_code_on():
-    pty = pytest.importorskip("pty", reason="a terminal, which Windows lacks")
-    ours, theirs = pty.openpty()
-    words = "-m tfmix check none.keras --data none.npz".split()
-    env = {**os.environ, "PYTHONPATH": str(processes.ROOT), "TERM": "xterm"}
-    if importlib.util.find_spec("jax") is not None:
-        # Keras imports it in half the time.
-        env["KERAS_BACKEND"] = "jax"
-    done = subprocess.run(
-        [sys.executable, *words],
-        env=env,
-        stderr=theirs,
-        stdout=subprocess.DEVNULL,
-        check=False,
-    )
-    assert done.returncode == cli.BAD_INPUT
-    shown = os.read(ours, 2**16).decode()
-    assert "Loading Keras" in shown
-    assert "tfmix check: error: Cannot load 'none.npz'" in shown
-    assert "Traceback" not in shown
 
 
 BEFORE_KERAS = """

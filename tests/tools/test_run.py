@@ -237,21 +237,6 @@ except ImportError:
     import keras
 keras.Layer()
 """,
-    "lazily": """
-import importlib.util, sys
-spec = importlib.util.find_spec("keras")
-spec.loader = importlib.util.LazyLoader(spec.loader)
-keras = sys.modules["keras"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(keras)
-keras.Layer()
-""",
-    "a thread": """
-import threading
-def work():
-    import keras
-    keras.Layer()
-threading.Thread(target=work).start()
-""",
     "runpy": "import runpy\nrunpy.run_path('notebook.py')",
 }
 
@@ -625,38 +610,6 @@ def test_a_repeated_comparison_takes_turns(tmp_path, monkeypatch, capsys):
     )
 
 
-# A network, saved and loaded again twice: once to train on, once to predict.
-AGAIN = (
-    TRAINS.replace("Mixes(), ", "")
-    + """
-model = network()
-model.compile("sgd", "mse", run_eagerly={EAGER})
-model.fit(x, y, epochs=2, verbose=0)
-model.save("again.keras")
-again = keras.saving.load_model("again.keras")
-again.fit(x, y, epochs=2, verbose=0)
-keras.saving.load_model("again.keras").predict(x, verbose=0)
-print(again.get_compile_config()["run_eagerly"])
-"""
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_eager", [False, True])
-def test_the_steps_of_a_model_that_is_loaded_again_are_counted(
-    is_eager, tmp_path
-):
-    source = AGAIN.replace("{EAGER}", str(is_eager))
-    data, _ = measured(tmp_path, source, "--policy", "mixed_bfloat16")
-    (found,) = data["runs"]
-    assert not found["failed"]
-    assert found["steps"] == 8
-    assert found["layers"] >= 2
-    # Eager runs have a loss and a first step, too.
-    assert found["loss"] > 0
-    assert found["first_seconds"] > 0
-
-
 @pytest.mark.parametrize(
     ("source", "code", "said"),
     [
@@ -900,23 +853,3 @@ def test_a_bad_batch_at_the_end_does_not_count_and_bad_weights_do():
     losses.add(np.float32(math.nan))
     losses.add(np.float32(math.nan))
     assert math.isnan(losses.last_tenth())
-
-
-def times(random, milliseconds):
-    """Returns the blocks of 100 steps."""
-    return verdict.blocks(milliseconds * random.lognormal(0, 0.1, 100))
-
-
-def test_a_true_difference_is_seen_and_a_small_one_is_not():
-    random = np.random.default_rng(0)
-    for pairs in (1, 3):
-        for other, is_faster in ((15, True), (10.2, False)):
-            found = verdict.compare(
-                [
-                    (times(random, 10), times(random, other))
-                    for _ in range(pairs)
-                ]
-            )
-            assert found.is_faster() is is_faster
-            assert found.low < found.median < found.high
-            assert found.median == pytest.approx(other / 10, rel=0.05)
