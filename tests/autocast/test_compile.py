@@ -238,6 +238,25 @@ def test_a_fixed_factor_that_keras_drops_is_named(said):
     assert "loss_scale_factor=64.0" in text
 
 
+def losses_with_averages(policy, *callbacks):
+    keras.utils.set_random_seed(0)
+    averaging = optimizers.SGD(use_ema=True)
+    model = under(policy, sequential, averaging, jit_compile=False)
+    settings = {"epochs": 3, "shuffle": False, "verbose": 0}
+    history = model.fit(X, Y, callbacks=[*callbacks], **settings)
+    return history.history["loss"]
+
+
+def test_weights_are_swapped_with_their_averages_in_float32_only():
+    swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+    # TensorFlow swaps with sums of the two.
+    np.testing.assert_allclose(
+        losses_with_averages(F16, swap), losses_with_averages(F16), rtol=1e-4
+    )
+    with pytest.raises(ValueError, match="dtype 'float16'.*'mixed_' policy"):
+        losses_with_averages("float16", swap)
+
+
 def test_masters_that_cannot_be_added_are_requested():
     built = tfmix.LossScaleOptimizer("sgd")
     built.build([keras.Variable([1.0])])

@@ -1,10 +1,7 @@
 """The benchmarks' page, their records and the runner."""
 
 import json
-import math
 import pathlib
-
-import pytest
 
 from benchmarks import catalogue, page, results
 
@@ -17,29 +14,6 @@ def record(name="gpu", backend="jax", rows=None, **changes):
     rows = [{"who": "bare", "ms": 1.5}] if rows is None else rows
     made = run.record([results.Table("Small", rows, "A note.")])
     return {**made, **changes}
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (None, "–"),
-        (True, "yes"),
-        (12345, "12,345"),
-        (12345.6, "12,346"),
-        (99.96, "100.0"),
-        (12.34, "12.3"),
-        (1.234, "1.23"),
-        (0.987, "0.99"),
-        (0.01234, "0.0123"),
-        (-1.5, "-1.50"),
-        (0.0, "0"),
-        (math.nan, "nan"),
-        ("as it is", "as it is"),
-        ({"median": 1.0, "low": 0.5, "high": 2.0}, "1.00 (0.50–2.00)"),
-    ],
-)
-def test_a_cell_shows_three_digits_and_no_more(value, text):
-    assert page.cell(value) == text
 
 
 def test_a_record_contains_its_command_and_versions():

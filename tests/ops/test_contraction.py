@@ -30,36 +30,23 @@ def by_letters(axes, first, second, weight_at):
 
 @pytest.mark.parametrize("weight_at", [0, 1])
 @pytest.mark.parametrize(
-    ("first", "second"),
+    ("op", "first", "second"),
     [
-        ((2, 3), (3, 4)),
-        ((3,), (3, 4)),
-        ((5, 2, 3), (5, 3, 4)),
-        ((6, 5, 2, 3), (5, 3, 4)),
+        (np.matmul, (2, 3), (3, 4)),
+        (np.matmul, (3,), (3, 4)),
+        (np.matmul, (5, 2, 3), (5, 3, 4)),
+        (np.matmul, (6, 5, 2, 3), (5, 3, 4)),
+        # It keeps the axes of both factors.
+        (np.dot, (2, 3), (3, 4)),
+        (np.dot, (3,), (3,)),
+        (np.dot, (5, 2, 3), (3,)),
+        (np.dot, (6, 2, 3), (5, 3, 4)),
     ],
 )
-def test_matmul(first, second, weight_at):
+def test_matmul_and_dot(op, first, second, weight_at):
     a, b = RNG.random(first), RNG.random(second)
-    axes = of_op("matmul", a, b, weight_at)
-    found = by_letters(axes, a, b, weight_at)
-    np.testing.assert_allclose(found, np.matmul(a, b))
-
-
-@pytest.mark.parametrize("weight_at", [0, 1])
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ((2, 3), (3, 4)),
-        ((3,), (3,)),
-        ((5, 2, 3), (3,)),
-        ((6, 2, 3), (5, 3, 4)),
-    ],
-)
-def test_dot_keeps_the_axes_of_both_factors(first, second, weight_at):
-    a, b = RNG.random(first), RNG.random(second)
-    axes = of_op("dot", a, b, weight_at)
-    found = by_letters(axes, a, b, weight_at)
-    np.testing.assert_allclose(found, np.dot(a, b))
+    axes = of_op(op.__name__, a, b, weight_at)
+    np.testing.assert_allclose(by_letters(axes, a, b, weight_at), op(a, b))
 
 
 def test_a_dot_with_a_number_is_left_alone():
