@@ -1,5 +1,7 @@
 """`compile` wraps the optimizer a 16-bit model needs, and no other."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -248,13 +250,13 @@ def losses_with_averages(policy, *callbacks):
 
 
 def test_weights_are_swapped_with_their_averages_in_float32_only():
-    swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+    swap = functools.partial(keras.callbacks.SwapEMAWeights, swap_on_epoch=True)
     # TensorFlow swaps with sums of the two.
     np.testing.assert_allclose(
-        losses_with_averages(F16, swap), losses_with_averages(F16), rtol=1e-4
+        losses_with_averages(F16, swap()), losses_with_averages(F16), rtol=1e-4
     )
     with pytest.raises(ValueError, match="dtype 'float16'.*'mixed_' policy"):
-        losses_with_averages("float16", swap)
+        losses_with_averages("float16", swap())
 
 
 def test_masters_that_cannot_be_added_are_requested():
