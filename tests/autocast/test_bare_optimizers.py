@@ -67,24 +67,6 @@ def test_a_warning_says_that_16_bit_weights_need_masters(mode, said):
     assert "tfmix.optimizers.MasterWeightOptimizer(Adam(...))" in text
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("mode", steps.MODES)
-def test_good_steps_are_keras_own(mode):
-    found = {}
-    for policy in ("float32", "mixed_float16"):
-        tfmix.set_global_policy(policy)
-        weights = [keras.Variable(START)]
-        optimizer = keras.optimizers.Adam(0.1, global_clipnorm=0.5)
-        step = stepper(optimizer, weights, mode)
-        for size in (1.0, 2.0, 3.0):
-            step(np.float32([size, 0.0, -size]))
-        found[policy] = state(optimizer, weights)
-        names = [v.path for v in optimizer.variables]
-        assert not any("scale" in name or "skipped" in name for name in names)
-    for one, other in zip(*found.values(), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6)
-
-
 # A function that JAX compiles counts nothing.
 @pytest.mark.costly
 @pytest.mark.parametrize("mode", [m for m in steps.MODES if m != "jit"])

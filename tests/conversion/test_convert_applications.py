@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests import helpers, quick_compile
+from tests import helpers
 from tfmix.conversion import convert
 
 # The smallest member of each family, and the smallest input that it accepts.
@@ -41,7 +41,6 @@ def build(name):
     return model, x.astype("float32")
 
 
-@quick_compile.quick_compile()
 def convert_train_and_undo(name, policy):
     model, x = build(name)
     # TensorFlow traces these more slowly than it runs them once.
@@ -101,7 +100,9 @@ def test_quick_families_convert_train_and_come_back(name):
     convert_train_and_undo(name, policy)
 
 
+# XLA compiles them for minutes.
 @pytest.mark.slow
+@helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("name", SMALLEST)
 def test_every_family_converts_trains_and_comes_back(name, policy):

@@ -89,25 +89,13 @@ DECORATED = {
 }[ON_JAX]
 
 
-class Calls(layers.Layer):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def call(self, x):
-        return self.function(x)
-
-    def compute_output_shape(self, shape):
-        return shape
-
-
 def network(policy, function):
     """Returns a model that calls a function between its layers."""
     tfmix.set_global_policy(policy)
     keras.utils.set_random_seed(0)
     inputs = keras.Input((16,))
     hidden = layers.Dense(32, "tanh")(inputs)
-    made = Calls(function)(hidden)
+    made = helpers.Calls(function)(hidden)
     hidden = layers.Dense(8, "tanh")(made)
     return keras.Model(inputs, layers.Dense(1, dtype="float32")(hidden))
 

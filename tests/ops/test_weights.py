@@ -141,19 +141,6 @@ class PerRow(Cell):
         return h, [h]
 
 
-class Selecting(Cell):
-    """Multiplies another number of rows in each step."""
-
-    def call(self, x, states):
-        import tensorflow as tf
-
-        h, _ = super().call(x, states)
-        some = tf.boolean_mask(h, x[:, 0] > 0)
-        some = ops.matmul(some, self.recurrent) + self.bias
-        h = ops.tanh(h + 0.1 * ops.sum(some, axis=0, keepdims=True))
-        return h, [h]
-
-
 def adapted():
     layer = layers.Dense(8)
     layer.build((None, 10))
@@ -208,7 +195,6 @@ MODELS = {
 }
 if not ON_JAX:
     MODELS["changing"] = (lambda: [layers.RNN(Changing())], SHORT)
-    MODELS["selecting"] = (lambda: [layers.RNN(Selecting())], SHORT)
 # A CPU's kernels for the gradient of a depthwise filter, and for an einsum, sum
 # in 16 bit. A GPU's, for which they stand here, do not.
 SUMMED_BY_A_CPU = 0.1

@@ -672,22 +672,6 @@ def hessian_times_a_vector(_):
 
 
 @only_under("jax")
-def hessian_by_an_input(_):
-    of, along, model = in_training()
-
-    def gradients(weights):
-        def loss(by):
-            return 1e-6 * jnp.mean(of(weights, X + by * along) ** 2)
-
-        return [
-            jax.hessian(loss)(1.0),
-            jax.jvp(jax.grad(jax.grad(loss)), (1.0,), (1.0,))[1],
-        ]
-
-    return of_weights(gradients, model)
-
-
-@only_under("jax")
 def gauss_newton_times_a_vector(_):
     of, _, model = in_training()
 
