@@ -150,7 +150,6 @@ MASTERS_CHECKED = "No 1 MasterWeightOptimizer(Adam)"
 # steps.
 GIVEN = {
     "under(F16)": (SCALED, True),
-    "under('O1')": (SCALED, True),
     "under('O2')": (SCALED, True),
     "under('float16')": (MASTERS, True),
     "under('bfloat16')": (MASTERS_CHECKED, True),
@@ -158,9 +157,7 @@ GIVEN = {
     "under(BF16)": (CHECKED, True),
     "under('float32')": ("Adam", False),
     "under(F16, Subclassed)": (SCALED, True),
-    "under(BF16, Subclassed)": (CHECKED, True),
     "after(F16)": (SCALED, True),
-    "after(F16, Subclassed)": (SCALED, True),
     "after(of_a_map())": (SCALED, True),
     "under(BF16, lambda: sequential(F16))": (SCALED, True),
     "under(F16, lambda: sequential('float32'))": ("Adam", True),

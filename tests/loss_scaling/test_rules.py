@@ -176,8 +176,6 @@ def test_the_base_class_repairs_the_state_of_a_users_rule():
     ("arguments", "error", "message"),
     [
         ({"initial_scale": -1.0}, ValueError, "initial_scale=-1.0"),
-        ({"initial_scale": 0}, ValueError, "`initial_scale` must be positive"),
-        ({"initial_scale": math.nan}, ValueError, "initial_scale=nan"),
         ({"initial_scale": math.inf}, ValueError, "initial_scale=inf"),
         ({"initial_scale": "big"}, TypeError, "initial_scale='big'"),
         ({"initial_scale": True}, TypeError, "must be a number"),
@@ -186,9 +184,7 @@ def test_the_base_class_repairs_the_state_of_a_users_rule():
         ({"growth_steps": 2.5}, TypeError, "growth_steps=2.5"),
         ({"hysteresis": 0}, ValueError, "hysteresis=0"),
         ({"growth_factor": 1.0}, ValueError, "growth_factor=1.0"),
-        ({"growth_factor": math.inf}, ValueError, "growth_factor=inf"),
         ({"backoff_factor": 1.0}, ValueError, "backoff_factor=1.0"),
-        ({"backoff_factor": 0.0}, ValueError, "backoff_factor=0.0"),
         ({"min_scale": 0.0}, ValueError, "min_scale=0.0"),
         ({"max_scale": math.inf}, ValueError, "max_scale=inf"),
     ],

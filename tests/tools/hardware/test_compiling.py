@@ -88,27 +88,6 @@ def test_memory_is_the_size_of_weights_state_and_batch(step):
 
 
 @needs("h200")
-def test_8_bit_state_and_masters_change_the_memory():
-    adam = keras.optimizers.Adam
-    low = tfmix.optimizers.LowMemoryOptimizer(adam())
-    masters = tfmix.optimizers.MasterWeightOptimizer(adam())
-    count = small().count_params()
-    plain, narrow, split = (
-        compile_for(small(optimizer=optimizer), 64, policy=policy).memory
-        for policy, optimizer in (
-            ("mixed_bfloat16", adam()),
-            ("mixed_bfloat16", low),
-            ("bfloat16", masters),
-        )
-    )
-    assert plain.arguments - narrow.arguments > 5 * count
-    # Weights take half, and masters come on top.
-    assert split.arguments - plain.arguments == pytest.approx(
-        2 * count, abs=1000
-    )
-
-
-@needs("h200")
 @pytest.mark.parametrize("target", GPUS)
 def test_every_gpu_multiplies_in_the_dtype_of_auto(target):
     found = compile_for(small(), 64, target, policy="auto")
