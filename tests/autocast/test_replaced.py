@@ -196,13 +196,6 @@ def test_a_scope_that_ends_in_an_error_leaves_only_compile(monkeypatch):
     assert replacing.replaced() == before
 
 
-def test_a_replacement_is_made_when_it_is_called():
-    made = []
-    ours = replacing.under("rule", made.append)(print)
-    assert ours() is None
-    assert not made
-
-
 def test_float32_ends_the_watch_and_the_next_policy_begins_it():
     original = keras.Model.compile.__wrapped__
     global_policy.set_global_policy("float32")

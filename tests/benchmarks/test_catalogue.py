@@ -1,30 +1,10 @@
 """The benchmarks' page, their records and the runner."""
 
-import json
 import pathlib
 
 from benchmarks import catalogue, page, results
 
 ROOT = pathlib.Path(__file__).parents[2]
-
-
-def record(name="gpu", backend="jax", rows=None, **changes):
-    """A record of a benchmark with one table."""
-    run = results.Run(name, ["--runs", "3", "--save=/x"], backend, "seed 7")
-    rows = [{"who": "bare", "ms": 1.5}] if rows is None else rows
-    made = run.record([results.Table("Small", rows, "A note.")])
-    return {**made, **changes}
-
-
-def test_a_record_contains_its_command_and_versions():
-    made = record(backend="jax")
-    assert made["command"] == (
-        "KERAS_BACKEND=jax python -m benchmarks.gpu --runs 3"
-    )
-    assert made["how"] == "seed 7"
-    assert made["machine"]["cores"] >= 1
-    assert {"python", "keras", "numpy"} <= set(made["versions"])
-    assert json.loads(json.dumps(made)) == made
 
 
 def test_the_page_has_a_section_for_each_benchmark():

@@ -54,14 +54,6 @@ def test_the_transpose_of_a_linearized_loss_is_scaled():
     assert np.linalg.norm(found - exact) < 0.005 * np.linalg.norm(exact)
 
 
-def two_gradients_of_one_call(of):
-    def loss(w):
-        _, pull = jax.vjp(lambda x: of(w, x), X)
-        return sum(ops.mean(pull(k * of(w, X) ** 0)[0] ** 2) for k in (1, 3))
-
-    return jax.grad(loss)(FIRST)
-
-
 def penalty_times_1e5(of):
     def loss(w):
         slope = jax.grad(lambda x: of(w, x).sum())(ops.convert_to_tensor(X))
@@ -85,7 +77,6 @@ DERIVATIVES = {
     "of_each_row": lambda of: jax.vmap(
         lambda x, by: jax.grad(lambda w: by * ops.sum(of(w, x[None])))(FIRST)
     )(X, 10.0 ** np.linspace(-4, 4, len(X), dtype="float32")),
-    "two_gradients_of_one_call": two_gradients_of_one_call,
 }
 
 

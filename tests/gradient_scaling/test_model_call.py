@@ -12,7 +12,6 @@ import pytest
 import tfmix
 from tests import helpers, loops, steps
 
-ON_JAX = keras.backend.backend() == "jax"
 X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
 
 
@@ -29,7 +28,7 @@ def dense(*sizes):
 
 def called(model, x):
     """Calls a model where a caller may ask for gradients."""
-    if not ON_JAX:
+    if not helpers.ON_JAX:
         import tensorflow as tf
 
         with tf.GradientTape():
@@ -310,7 +309,7 @@ class Codes(keras.Model):
 
 @pytest.mark.parametrize("has_weights", [True, False])
 def test_a_model_without_any_float_outside_it_runs(has_weights):
-    if ON_JAX and not has_weights:
+    if helpers.ON_JAX and not has_weights:
         pytest.skip("IntegerLookup under JAX runs outside of compiled code")
     ids = np.array([[5, 7, 9]])
     model = Codes(has_weights)

@@ -107,7 +107,6 @@ class Both(NamedTuple):
 
 CONTAINERS = {
     "attributes": lambda x: Record(y=x),
-    "ordered": lambda x: collections.OrderedDict(y=x),
     "default": lambda x: collections.defaultdict(list, y=x),
     "list": lambda x: Row([x]),
     "nested": lambda x: {"a": (Record(y=x), [x, ops.ones((1,), "int32")])},

@@ -11,8 +11,7 @@ import tfmix
 from tests import helpers, steps
 from tfmix.gradient_scaling import placing
 
-ON_JAX = keras.backend.backend() == "jax"
-if ON_JAX:
+if helpers.ON_JAX:
     import jax
 else:
     import tensorflow as tf
@@ -20,12 +19,12 @@ else:
 STEPS, ROWS, TIMES = 40, 8, 10
 WAYS = (
     ("fit", "train_step", "jax.grad", "jax.grad under jax.jit")
-    if ON_JAX
+    if helpers.ON_JAX
     else ("fit", "train_step", "tape", "tape in a graph", "tape under XLA")
 )
 # An optimizer without a wrapper has no state for the place in a step that JAX
 # compiles, and `compile` wraps it.
-BARE = ("jax.grad",) if ON_JAX else WAYS[2:]
+BARE = ("jax.grad",) if helpers.ON_JAX else WAYS[2:]
 CASES = [*((way, True) for way in WAYS), *((way, False) for way in BARE)]
 
 
@@ -48,7 +47,7 @@ class OwnStep(keras.Model):
     def call(self, x):
         return self.inner(x)
 
-    if not ON_JAX:
+    if not helpers.ON_JAX:
 
         def train_step(self, data):
             x, y = data
@@ -87,7 +86,7 @@ def trained(way, wraps):
         flat = (each.reshape(-1, *each.shape[2:]) for each in (x, y))
         fitted.fit(*flat, batch_size=ROWS, shuffle=False, verbose=0)
     else:
-        (jax_loop if ON_JAX else tape_loop)(model, optimizer, way, x, y)
+        (jax_loop if helpers.ON_JAX else tape_loop)(model, optimizer, way, x, y)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     x, y = (each[-1] for each in data())
     loss = np.mean((model.predict(x, verbose=0) - y) ** 2)

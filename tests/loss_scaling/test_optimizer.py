@@ -146,17 +146,6 @@ def test_the_wrapper_has_the_attributes_of_the_inner_optimizer():
         _ = wrapped.no_such_thing
 
 
-def test_finalizing_writes_the_average_into_the_model():
-    wrapped = Wrapped(keras.optimizers.SGD(1.0, use_ema=True), loss_scale=1.0)
-    ours = steps.variables()
-    step = steps.stepper(wrapped, ours, steps.MODES[1])
-    step(steps.gradients(0))
-    step(steps.gradients(1))
-    average = wrapped.inner_optimizer._model_variables_moving_average
-    wrapped.finalize_variable_values(ours)
-    helpers.assert_same_bits(ours[0], average[0])
-
-
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -12,10 +12,9 @@ import tfmix
 from tests import helpers, loops, steps
 from tfmix._keras import tracing
 
-ON_JAX = keras.backend.backend() == "jax"
 # The last two run code that TensorFlow traces for a GPU.
 ON_TENSORFLOW = "eager", "graph", "jit", "eager-gpu", "gpu"
-WAYS = ("eager", "jit") if ON_JAX else ON_TENSORFLOW
+WAYS = ("eager", "jit") if helpers.ON_JAX else ON_TENSORFLOW
 MODES_OF = {"jit": steps.MODES[-1], "eager-gpu": "eager", "gpu": "graph"}
 RNG = np.random.default_rng(0)
 
@@ -191,7 +190,7 @@ MODELS = {
     "adapted": (adapted, ROWS),
     "shared": (lambda: [Repeated()], normal(64, 16)),
 }
-if not ON_JAX:
+if not helpers.ON_JAX:
     MODELS["changing"] = (lambda: [layers.RNN(Changing())], SHORT)
 # A CPU's kernels for the gradient of a depthwise filter, and for an einsum, sum
 # in 16 bit. A GPU's, for which they stand here, do not.

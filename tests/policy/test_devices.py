@@ -126,13 +126,3 @@ def test_auto_logs_its_reason_and_warns_once_if_it_is_float32(
     for record in caplog.records:
         assert record.levelname == level
         assert record.getMessage().startswith(f"tfmix: {text}")
-
-
-def test_devices_print_as_a_table_also_in_a_notebook():
-    found = devices.devices()
-    assert isinstance(found, tuple)
-    assert "not faster" in str(found)
-    assert "'auto' is '" in str(found)
-    page = helpers.notebook_html(found)
-    assert page.startswith("<pre")
-    assert "CPU" in page

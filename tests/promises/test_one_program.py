@@ -128,11 +128,6 @@ def from_config(kind, policy, folder):
     return compiled(keras.Model.from_config(made(kind, policy).get_config()))
 
 
-def from_json(kind, policy, folder):
-    text = made(kind, policy).to_json()
-    return compiled(keras.models.model_from_json(text))
-
-
 def pickled(kind, policy, folder):
     return pickle.loads(pickle.dumps(compiled(made(kind, policy))))
 
@@ -183,7 +178,7 @@ def new_head(kind, policy, folder):
 
 WAYS = (
     *(made_in_a_scope, compiled_file_in_a_scope, compiled_file_outside),
-    *(file_in_a_scope, file_outside, clone, from_config, from_json),
+    *(file_in_a_scope, file_outside, clone, from_config),
     *(pickled, copied, applied, applied_then_compiled, converted, prepared),
     *(wrapped, loaded_and_wrapped, new_head),
 )

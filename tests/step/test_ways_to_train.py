@@ -14,15 +14,14 @@ from keras import layers, ops
 import tfmix
 from tests import helpers, loops
 
-ON_JAX = keras.backend.backend() == "jax"
-if ON_JAX:
+if helpers.ON_JAX:
     import jax
 else:
     import tensorflow as tf
 
 ROWS, BATCHES, EPOCHS = 8, 6, 2
 # The quick run tries the first of a costly test.
-MODES = ("xla", "eager") if ON_JAX else ("eager", "graph", "xla")
+MODES = ("xla", "eager") if helpers.ON_JAX else ("eager", "graph", "xla")
 POLICIES = ("mixed_float16", "mixed_bfloat16")
 # A skipped step changes these counts, and those of a model that applies every
 # second step.
@@ -445,7 +444,7 @@ WAYS = {
     "loop, compiled, the model's optimizer": loop(True, True),
     "loop with accumulation": accumulating_loop,
 }
-if ON_JAX:
+if helpers.ON_JAX:
     own_steps = [OwnStepOnJax]
     in_turns = [ByHandOnJax]
 else:
@@ -494,7 +493,7 @@ def assert_same(make, bad, leave_out, policy):
 
 QUICK = {
     ("fit", "graph"),
-    ("loop, compiled", "xla" if ON_JAX else "graph"),
+    ("loop, compiled", "xla" if helpers.ON_JAX else "graph"),
     ("loop with states", "graph"),
     ("OwnStep", "graph"),
     ("OwnStepOnJax", "xla"),

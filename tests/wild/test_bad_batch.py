@@ -4,6 +4,8 @@ The optimizers are not wrapped, and no loss is scaled by hand. Training steps
 of `fit` are in `tests/step/test_ways_to_train.py`.
 """
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -12,8 +14,7 @@ from keras import layers, ops
 import tfmix
 from tests import helpers
 
-ON_JAX = keras.backend.backend() == "jax"
-if ON_JAX:
+if helpers.ON_JAX:
     import jax
 else:
     import tensorflow as tf
@@ -69,7 +70,7 @@ KINDS = (autoencoder, wgan_gp)
 
 
 def slope(function, x):
-    if ON_JAX:
+    if helpers.ON_JAX:
         return jax.grad(function)(x)
     with tf.GradientTape() as tape:
         tape.watch(x)
@@ -169,25 +170,15 @@ class JaxLoop(Loop):
 
 
 def loop_of(kind, mode):
-    if ON_JAX:
+    if helpers.ON_JAX:
         return JaxLoop(kind, mode)
     return ReplicatedLoop(kind) if mode == "2" else TensorFlowLoop(kind, mode)
 
 
-MODES = ["jit", "eager"] if ON_JAX else ["graph", "jit", "eager", "2"]
-QUICK = {(autoencoder, "graph"), (autoencoder, "jit"), (wgan_gp, "eager")}
-
-
-def cases():
-    for kind in KINDS:
-        for mode in MODES:
-            quick = (kind, mode) in QUICK and not (ON_JAX and mode == "eager")
-            yield pytest.param(
-                kind,
-                mode,
-                marks=[] if quick else [pytest.mark.slow],
-                id=f"{kind.__name__}-{mode}",
-            )
+MODES = ["jit", "eager"] if helpers.ON_JAX else ["graph", "jit", "eager", "2"]
+QUICK = {(autoencoder, "graph"), (autoencoder, "jit")}
+if not helpers.ON_JAX:
+    QUICK |= {(wgan_gp, "eager")}
 
 
 def assert_finite(state):
@@ -195,7 +186,9 @@ def assert_finite(state):
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize(("kind", "mode"), list(cases()))
+@pytest.mark.parametrize(
+    ("kind", "mode"), helpers.quick_are(QUICK, itertools.product(KINDS, MODES))
+)
 def test_a_free_loop_leaves_all_as_it_was(kind, mode):
     tfmix.set_global_policy("mixed_float16")
     loop = loop_of(kind, mode)

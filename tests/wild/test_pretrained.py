@@ -6,7 +6,6 @@ whose package is missing is skipped.
 
 import pytest
 
-import tfmix
 from benchmarks import pretrained_networks as networks
 from tests import helpers
 
@@ -55,16 +54,3 @@ def test_a_pretrained_network_is_fine_tuned_as_in_float32(
         apart = networks.apart(losses, expected)
         record_property(policy, apart)
         assert apart < loss_bound(name, policy), policy
-
-
-def test_a_pretrained_network_takes_half_the_bytes(name):
-    with tfmix.policy_scope("float32"):
-        exact = networks.task(name).make()
-    with tfmix.policy_scope("float16"):
-        half = networks.task(name).make()
-    kept, wanted = (
-        sum(v.value.numpy().nbytes for v in model.variables)
-        for model in (half, exact)
-    )
-    # A head in float32 may stay.
-    assert kept <= 0.501 * wanted
