@@ -18,13 +18,13 @@ else:
 
 STEPS, ROWS, TIMES = 40, 8, 10
 WAYS = (
-    ("fit", "train_step", "jax.grad", "jax.grad under jax.jit")
+    ("fit", "jax.grad", "jax.grad under jax.jit")
     if helpers.ON_JAX
-    else ("fit", "train_step", "tape", "tape in a graph", "tape under XLA")
+    else ("fit", "tape", "tape in a graph", "tape under XLA")
 )
 # An optimizer without a wrapper has no state for the place in a step that JAX
 # compiles, and `compile` wraps it.
-BARE = ("jax.grad",) if helpers.ON_JAX else WAYS[2:]
+BARE = ("jax.grad",) if helpers.ON_JAX else WAYS[1:]
 CASES = [*((way, True) for way in WAYS), *((way, False) for way in BARE)]
 
 
@@ -35,28 +35,6 @@ def recurrent():
         4, None, False, recurrent_initializer=grows, trainable=False
     )
     return [layers.Dense(4, use_bias=False), cell]
-
-
-class OwnStep(keras.Model):
-    """Trains another model with a step of its own."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def call(self, x):
-        return self.inner(x)
-
-    if not helpers.ON_JAX:
-
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = ops.mean(ops.square(self.inner(x, training=True) - y))
-            weights = self.inner.trainable_variables
-            gradients = tape.gradient(loss, weights)
-            self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
-            return {"loss": loss}
 
 
 def data():
@@ -80,11 +58,10 @@ def trained(way, wraps):
     optimizer = keras.optimizers.Adam(0.02, clipnorm=1.0)
     if wraps:
         optimizer = tfmix.LossScaleOptimizer(optimizer)
-    if way in ("fit", "train_step"):
-        fitted = model if way == "fit" else OwnStep(model)
-        fitted.compile(optimizer, "mse")
+    if way == "fit":
+        model.compile(optimizer, "mse")
         flat = (each.reshape(-1, *each.shape[2:]) for each in (x, y))
-        fitted.fit(*flat, batch_size=ROWS, shuffle=False, verbose=0)
+        model.fit(*flat, batch_size=ROWS, shuffle=False, verbose=0)
     else:
         (jax_loop if helpers.ON_JAX else tape_loop)(model, optimizer, way, x, y)
     inner = getattr(optimizer, "inner_optimizer", optimizer)

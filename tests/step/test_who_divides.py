@@ -490,10 +490,6 @@ class TestTensorFlow:
         optimizer.apply(gradient(64000, 64000, 4), [table])
         assert table.numpy().ravel().tolist() == [0, -32000, 0, -1, 0, 0]
 
-    def test_stateless_apply_is_refused_by_keras(self):
-        with pytest.raises(ValueError, match="TensorFlow backend"):
-            scaler().stateless_apply([], [], [])
-
 
 @pytest.mark.parametrize(("last", "scale"), [(1.0, 2.0**14), (np.nan, 2.0**15)])
 def test_a_clip_by_value_hides_no_overflow_inside_a_model(last, scale):

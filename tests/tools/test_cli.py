@@ -232,7 +232,6 @@ def test_check_names_the_layer_and_suggests_a_policy(run, data):
     ("line", "phases"),
     [
         ("good.keras --data inputs.npy", {"forward"}),
-        ("good.keras --data named.npz", {"forward"}),
         ("plain.keras --data batch.npz", {"forward"}),
         (
             f"plain.keras --data batch.npz --loss {LOSS}",
