@@ -130,15 +130,6 @@ def test_float32_from_the_start_touches_nothing():
     assert (keras.Layer.__init__, keras.Model.compile) == (hooked, compiled)
 
 
-def test_two_policies_one_after_the_other_hook_once():
-    global_policy.set_global_policy("mixed_float16")
-    places = replacing.replaced()
-    hooked = keras.Layer.__init__
-    global_policy.set_global_policy("mixed_bfloat16")
-    assert replacing.replaced() == places
-    assert keras.Layer.__init__ is hooked
-
-
 @pytest.mark.costly
 def test_the_layer_constructor_keeps_its_signature():
     before = keras.Layer.__init__

@@ -79,23 +79,10 @@ def in_a_loop(model, x):
     return tf.while_loop(lambda *_: True, add, start, maximum_iterations=3)[1]
 
 
-def in_a_loop_that_steps(model, x):
-    import tensorflow as tf
-
-    def add(i, total):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            loss = tf.reduce_sum(model(x) ** 2)
-        return i + 1, total + tape.gradient(loss, x) * x[0, 0]
-
-    start = tf.constant(0), tf.zeros(X.shape)
-    return tf.while_loop(lambda *_: True, add, start, maximum_iterations=3)[1]
-
-
 @pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("call", [in_a_branch, in_a_loop, in_a_loop_that_steps])
+@pytest.mark.parametrize("call", [in_a_branch, in_a_loop])
 def test_gradients_go_through_control_flow(call, jit):
     import tensorflow as tf
 

@@ -335,14 +335,6 @@ def rematerialised_layers(call):
     return gradients_of(lambda: error(call(model, X)), model)
 
 
-# Under TensorFlow, Keras itself cannot in a `tf.function`.
-@only_under("jax")
-def a_model_rematerialised_in_training(call):
-    with keras.RematScope("full"):
-        model = network()
-    return gradients_of(lambda: error(call(model, X, training=True)), model)
-
-
 @form
 def two_models_in_a_row(call):
     first, second = network(outputs=8), network(inputs=8)
