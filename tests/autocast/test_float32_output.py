@@ -1,4 +1,4 @@
-"""`float32_output` keeps loss and gradient of a 16-bit model exact."""
+"""`float32_output` is a plain layer in float32, with or without tfmix."""
 
 import keras
 import numpy as np

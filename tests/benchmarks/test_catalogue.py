@@ -1,4 +1,4 @@
-"""The benchmarks' page, their records and the runner."""
+"""The benchmarks' page matches the catalogue and the records."""
 
 import pathlib
 

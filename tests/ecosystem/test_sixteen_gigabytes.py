@@ -1,4 +1,4 @@
-"""The recipe for a large transformer on 16 GB trains like float32."""
+"""The recipe for a large transformer runs, and fits on 16 GB."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Under JAX, a model's first use traces and compiles little beside Keras's."""
+"""Under JAX, a model's first use traces little beside Keras's."""
 
 import keras
 import numpy as np

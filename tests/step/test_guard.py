@@ -1,7 +1,7 @@
 """What a guarded train step keeps and reports when it is skipped.
 
-`test_ways_to_train.py` has bad batches in every way to train; here are models
-that report their own metrics, and callbacks that decide by them.
+`test_ways_to_train.py` has bad batches in every way to train; here is what an
+epoch reports, and what callbacks decide by it.
 """
 
 import keras

@@ -35,7 +35,7 @@ QUICK = {
         one_tensor_given_twice-eager one_tensor_given_twice-graph
         memory_between_calls-eager scores_left_on_a_layer-graph
         a_variable_as_input-graph heads_of_unlike_losses-jit
-        forces_by_a_sequential-jit forces_by_a_functional-eager
+        forces_by_a_sequential-jit
         complex_argument-eager one_output_by_another-eager
     """,
 }[ON_JAX].split()
@@ -45,7 +45,6 @@ NOT_NESTED = {
     "one_output_by_another",
     "memory_between_calls",
     "scores_left_on_a_layer",
-    "nests_left_on_a_layer",
     "penalty_on_heads_of_unlike_losses",
 }
 X = np.random.default_rng(0).normal(size=(64, 16)).astype("float32")
