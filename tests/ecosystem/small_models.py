@@ -307,7 +307,7 @@ def batch(name):
     return BACKBONES[name](np.random.default_rng(0))
 
 
-def made(name, policy, seed=SEEDS[0], **changes):
+def make_model(name, policy, seed=SEEDS[0], **changes):
     """Creates a backbone under a policy."""
     keras.utils.set_random_seed(seed)
     tfmix.set_global_policy(policy)

@@ -403,7 +403,7 @@ def an_encoder_that_returns_what_it_draws_from(call):
     return gradients_of(loss, encoder)
 
 
-def given(another, call, make):
+def through_another(another, call, make):
     """Takes gradients of a model whose changed result is `another`'s input."""
     model = network(outputs=8)
     return gradients_of(
@@ -416,7 +416,7 @@ def one_tensor_given_twice(call):
     inputs = [keras.Input((8,)), keras.Input((8,))]
     hidden = [layers.Dense(16, "tanh")(one) for one in inputs]
     another = keras.Model(inputs, layers.Dense(1)(ops.add(*hidden)))
-    return given(another, call, lambda h: [h, h])
+    return through_another(another, call, lambda h: [h, h])
 
 
 class Film(keras.Model):
@@ -437,7 +437,9 @@ class Film(keras.Model):
 def complex_argument(call):
     another, turned = Film(), np.complex64(1 + 0.5j)
     another(np.ones((1, 8), "complex64"))
-    return given(another, call, lambda h: ops.cast(h, "complex64") * turned)
+    return through_another(
+        another, call, lambda h: ops.cast(h, "complex64") * turned
+    )
 
 
 class Around(keras.Model):
@@ -557,7 +559,7 @@ def ragged_argument(call):
     def ragged(h):
         return tf.RaggedTensor.from_row_splits(h, [0, 3, 10, 64])
 
-    return given(Pooled(), call, ragged)
+    return through_another(Pooled(), call, ragged)
 
 
 def of_weights(function, *models):

@@ -61,7 +61,7 @@ def text_classifier(rng):
 POLICIES = ("mixed_float16", "mixed_bfloat16")
 
 
-def made(build, policy):
+def build_under(build, policy):
     keras.utils.set_random_seed(1)
     tfmix.set_global_policy(policy)
     return build(np.random.default_rng(2))
@@ -78,14 +78,14 @@ def assert_healthy(model, x, y, loss, policy):
 @pytest.mark.costly
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_new_model_needs_no_rule(policy):
-    assert_healthy(*made(transformer, policy), policy)
+    assert_healthy(*build_under(transformer, policy), policy)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [transformer, text_classifier])
 def test_no_step_of_the_first_200_is_skipped_and_no_alarm_raised(build):
     policy = "mixed_float16"
-    model, x, y, loss = made(build, policy)
+    model, x, y, loss = build_under(build, policy)
     assert_healthy(model, x, y, loss, policy)
     optimizer = scaling.LossScaleOptimizer(keras.optimizers.Adam(1e-3))
     jit = keras.backend.backend() == "jax"
