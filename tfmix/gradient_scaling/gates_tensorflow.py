@@ -127,6 +127,8 @@ def _between(
 
     def gradient(is_asked: Sequence, *upstream: Any) -> list:
         """Returns the gradients of the tensors, then of the variables."""
+        # A `tf.gather` of a result sends rows.
+        upstream = tuple(map(tf.convert_to_tensor, upstream))
         with _as_written():
             by = power.of(upstream[:count], upstream[count:], place)
             scaled = [_times(by.up, each) for each in upstream]
