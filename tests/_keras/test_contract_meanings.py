@@ -135,14 +135,6 @@ def test_a_transformation_is_told_from_the_one_around_it():
     assert not within(lambda f: jax.checkpoint(f)(x))
 
 
-@tensorflow_only
-def test_the_context_of_a_function_tells_its_traces_apart():
-    from tensorflow.core.function.polymorphism import function_cache
-
-    context = function_cache.FunctionContext("context", "scope")
-    assert (context.context, context.scope_type) == ("context", "scope")
-
-
 def test_a_layer_run_as_an_earlier_call_is_in_its_mode_and_dtype():
     seen, states, x = [], [], np.ones((2, 3))
 
