@@ -12,7 +12,6 @@ ELSEWHERE = {
     "ops/tensors": "ops/test_apply",
     "ops/ways": "ops/test_loops",
     "loss_scaling/errors": "loss_scaling/test_optimizer",
-    "loss_scaling/state": "loss_scaling/test_optimizer",
     "optimizers/eight_bit_slots": "optimizers/test_low_memory",
     "optimizers/wrapper": "optimizers/test_sixteen_bit_optimizer",
     # What only this folder may know of Keras has a contract for each name.

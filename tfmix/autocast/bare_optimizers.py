@@ -14,7 +14,6 @@ from keras import ops
 from tfmix import _messages
 from tfmix._keras import files, layers, optimizers
 from tfmix._keras import variables as keras_variables
-from tfmix.gradient_scaling import placing
 from tfmix.loss_scaling import rules, state
 from tfmix.optimizers import sixteen_bit_optimizer
 from tfmix.step import finite, guard, replicas
@@ -58,7 +57,6 @@ class Skips(state.Counts):
         self.variables: list[keras.Variable] = []
         self._state = state.State(rules.DynamicLossScale(), self._add)
         self._state.build(optimizer.name, variables)
-        placing.note(self._state, variables)
         if _ON_TENSORFLOW:
             files.save_with(optimizer, self.variables)
 
@@ -79,7 +77,7 @@ class Skips(state.Counts):
         def is_data() -> Any:
             return finite.blames_data(grads, to, ops.logical_or)
 
-        moves = not _ON_TENSORFLOW or placing.variables_of(to)
+        moves = not _ON_TENSORFLOW or state.place_variables(to)
         self._state.count(applied, bad, to, is_data if moves else None)
         self.warn(applied)
 
@@ -132,7 +130,7 @@ def _apply(
         these,
         functools.partial(original, optimizer),
         assigned=[*optimizer.variables, *known],
-        counters=[*skips.variables, *placing.variables_of(these)],
+        counters=[*skips.variables, *state.place_variables(these)],
         count=functools.partial(skips.count, to=these),
     )
     guard.report(applied)

@@ -25,9 +25,9 @@ from tfmix._keras import (
 )
 from tfmix.autocast import layer_calls
 from tfmix.float8 import chosen_layers
-from tfmix.gradient_scaling import model_call, placing
+from tfmix.gradient_scaling import model_call
 from tfmix.loss_scaling import optimizer as scaling
-from tfmix.loss_scaling import rules
+from tfmix.loss_scaling import rules, state
 from tfmix.ops import tensors
 from tfmix.optimizers import master_weights, sixteen_bit_optimizer
 from tfmix.policy import policy as policies
@@ -236,7 +236,7 @@ class _MixedModel:
 
     def _children(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Lists what a function that trains the model is saved with."""
-        used = functools.partial(placing.saved_with, self._model)
+        used = functools.partial(state.saved_with, self._model)
         return files.children(original, used, *args, **kwargs)
 
     def _summary(self, original: Callable, *args: Any, **kwargs: Any) -> Any:

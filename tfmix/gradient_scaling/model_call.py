@@ -25,7 +25,7 @@ import keras
 
 from tfmix._keras import context, graphs, layers, tapes
 from tfmix._keras import variables as keras_variables
-from tfmix.gradient_scaling import placing
+from tfmix.loss_scaling import state as optimizer_state
 from tfmix.ops import tensors
 from tfmix.step import guard
 
@@ -210,7 +210,8 @@ def between_gates(
     before = _items([*flat, *objects], state)
     held = [item for item in before.values() if _is_reached(item, values)]
     held += weights
-    pair = gates.Gates(placing.of(model), _overwritten(flat, state))
+    place = optimizer_state.place_of(model)
+    pair = gates.Gates(place, _overwritten(flat, state))
     kept, with_kept = tensors.floats([value for *_, value in held])
     inside = pair.enter([*exact, *kept])
     new = map(_rounded, given, exact, inside)

@@ -14,7 +14,7 @@ from keras import ops, tree
 from tfmix import _arguments, _messages, _users_code
 from tfmix._keras import context, optimizers
 from tfmix._keras import variables as keras_variables
-from tfmix.gradient_scaling import model_call, placing
+from tfmix.gradient_scaling import model_call
 from tfmix.loss_scaling import (
     rules,
     saving,
@@ -609,7 +609,6 @@ class LossScaleOptimizer(
         # TensorFlow traces a function that creates variables a second time.
         replicas.once_for_all(create, variables)
         optimizers.remember(self, variables)
-        placing.note(self._state, variables)
         self.built = True
 
     def save_own_variables(self, store: Any) -> None:
@@ -741,7 +740,7 @@ class LossScaleOptimizer(
             variables,
             inner.apply,
             assigned=own + inner.variables,
-            counters=[*self.variables, *placing.variables_of(variables)],
+            counters=[*self.variables, *state.place_variables(variables)],
             count=count,
             scale=None if unscaled else current,
             checks_unscaled=rule.lowest_scale < 1.0 and not unscaled,

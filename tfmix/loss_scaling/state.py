@@ -1,10 +1,26 @@
-"""What an optimizer's steps change beside weights: its counts, and its scale.
+"""What an optimizer's steps change beside weights: counts, scale, place.
 
 Wrapped and unwrapped optimizers have the same state. A `LossScaleOptimizer`
 adds its variables to its own, and saves them. For an unwrapped one they lie
 beside it, and its scale only moves the gradients inside models.
+
+Gradients that enter a model are brought to the model's place in float16's
+range, the lowest of the optimizers that update its variables. An optimizer
+first uses all the room that float16 has, for gradients that shrink inside, such
+as those of a mean. Gradients that grow inside overflow; then it falls back to
+order one, halves its place at each further overflow, and doubles it after many
+good steps. Where no optimizer can lower the place, it is 1.
+
+In `fit` the optimizer that `compile` got is known before the step is traced,
+and its place is read from its state. Elsewhere the model is called before it is
+known who will update it. Under TensorFlow a variable of the model holds its
+place, which each step of an optimizer lowers or raises. Under JAX a compiled
+step has no other state than what it is given, so the optimizer's variables must
+be among its arguments; a `keras.StatelessScope` around the model's call shows
+them.
 """
 
+import functools
 import numbers
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,8 +32,16 @@ from keras import ops, tree
 
 from tfmix._keras import context, optimizers
 from tfmix._keras import variables as keras_variables
-from tfmix.gradient_scaling import placing
 from tfmix.loss_scaling import rules, standstill
+from tfmix.step import guard, replicas
+
+_ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
+# The place of a model that no optimizer has moved, above all others.
+_NOBODYS = 2.0**126
+# An optimizer's place, until gradients overflow inside.
+_FREE = 2.0**15
+# As many bad batches may follow one another in a loop.
+_BAD_BATCHES = 2
 
 
 class Values(NamedTuple):
@@ -90,8 +114,9 @@ class State:
     ) -> None:
         self.rule, self._add = rule, add
         self.name, self.paths = "", list[str]()
-        # For `placing.Mover`.
-        self.places: dict[int, keras.Variable] = {}
+        # The places of models that it moves, by their `id`s. They live as long
+        # as it does, because a compiled step writes them.
+        self._places: dict[int, keras.Variable] = {}
         initial = rule.init()
         scale = {}
         # Keras's order lets its files be read by position.
@@ -104,8 +129,9 @@ class State:
         self.held = Values(type(initial)(**scale), *counts)
 
     def build(self, name: str, variables: Sequence) -> None:
-        """Adds the counts of the variables of an optimizer of some name."""
+        """Adds the counts of the variables that an optimizer updates."""
         self.name, self.paths = name, optimizers.paths(variables)
+        _updated[self] = {id(variable) for variable in variables}
         zeros = np.zeros(len(variables), "int32")
         counts = self._add("overflow_counts", zeros, "int32")
         self.held = self.held._replace(overflow_counts=counts)
@@ -117,8 +143,8 @@ class State:
     def place(self) -> Any:
         """Returns where gradients lie inside a model: at most about there.
 
-        It is the loss scale divided by its first value, and `placing.FREE`
-        times that while no overflow has lowered the scale: a number, or a
+        It is the loss scale divided by its first value, and `_FREE` times that
+        while no overflow has lowered the scale: a number, or a
         float32 scalar tensor that is not copied to the host. It is `None` where
         JAX would make a constant of it.
         """
@@ -149,19 +175,128 @@ class State:
         before = tree.map_structure(keras_variables.reader(), self.held)
         rule, of_data = None if is_data is None else self.rule, False
         if is_data is not None and applied is not True:
-            of_data = placing.stays(is_data(), before.consecutive_skips)
+            of_data = _stays(is_data(), before.consecutive_skips)
         after = before.after(rule, applied, bad, of_data)
         every = map(tree.flatten, (self.held, before, after))
         for variable, old, new in zip(*every, strict=True):
             keras_variables.assign_new(variable, old, new)
         moves = rule is not None and not rules.is_constant(rule)
-        if moves and placing.variables_of(updated):
+        if moves and place_variables(updated):
             places = self._place_of(before.scale), self._place_of(after.scale)
-            placing.tell(self, updated, *places)
+            self.tell(updated, *places)
+
+    def tell(self, updated: Sequence, before: Any, after: Any) -> None:
+        """Tells models their place after a step (TensorFlow).
+
+        A place below the optimizer's own is that of another one, and stays
+        unless this one asks for less. If two have the same and one raises its
+        own, the next step of the other lowers the model's again.
+
+        Args:
+            updated: The variables that it updates, which belong to the models.
+            before: Its place before the step: a number or a float32 scalar.
+            after: The same after it.
+        """
+        for variable in place_variables(updated):
+            self._places[id(variable)] = variable
+            now = keras_variables.reader()(variable)
+            lower = keras_variables.select(after < now, after, now)
+            new = keras_variables.select(now < before, lower, after)
+            keras_variables.assign_new(variable, now, new)
 
     def _place_of(self, scale: Any) -> Any:
         ratio = self.rule.current(scale) / self.rule.init()[0]
-        return keras_variables.select(ratio < 1.0, ratio, ratio * placing.FREE)
+        return keras_variables.select(ratio < 1.0, ratio, ratio * _FREE)
+
+
+# The `id`s of the variables that an optimizer updates, by its state (JAX).
+_updated: weakref.WeakKeyDictionary[State, set[int]] = (
+    weakref.WeakKeyDictionary()
+)
+# The places of models that are called outside of Keras's step (TensorFlow).
+_places: weakref.WeakKeyDictionary[keras.Model, keras.Variable] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def place_of(model: keras.Model) -> Any:
+    """Returns the place of a model's gradients in this call.
+
+    Returns:
+        A number, or a float32 scalar tensor; a power of two under the default
+        rule.
+    """
+    step = guard.current_step()
+    of_step = None if step is None else step.place
+    if step is not None and of_step is not None and not step.is_own:
+        return of_step
+    known = [] if of_step is None else [of_step]
+    if _ON_TENSORFLOW:
+        known += _of_variable(model)
+    else:
+        held = {id(variable) for variable in model.variables}
+        places = [
+            state.place()
+            for state, variables in _updated.items()
+            if not held.isdisjoint(variables)
+        ]
+        known += [place for place in places if place is not None]
+    return functools.reduce(ops.minimum, known) if known else 1.0
+
+
+def place_variables(updated: Sequence) -> list[keras.Variable]:
+    """Lists the variables with the places of those models that own others.
+
+    Args:
+        updated: The variables that an optimizer updates.
+    """
+    ids = {id(variable) for variable in updated} if _places else set()
+    return [
+        place
+        for model, place in _places.items()
+        if any(id(variable) in ids for variable in model.variables)
+    ]
+
+
+def _stays(is_data: Any, in_a_row: Any) -> Any:
+    """Returns whether the place of gradients stays after a skipped step.
+
+    A bad batch moves nothing. But clipping by a norm of one's own makes NaN of
+    all gradients after an overflow, too, so further ones in a row do move it.
+
+    Args:
+        is_data: Bool or boolean scalar tensor, whether gradients are NaN.
+        in_a_row: Integer or integer scalar tensor, the skipped steps before.
+    """
+    if is_data is False or context.block.get().step is not None:
+        return is_data
+    return ops.logical_and(is_data, in_a_row < _BAD_BATCHES)
+
+
+def saved_with(model: keras.Model) -> list[keras.Variable]:
+    """Lists what a SavedModel holds of a model's place."""
+    return [_places[model]] if model in _places else []
+
+
+def _of_variable(model: keras.Model) -> list:
+    """Returns the place that a model's variable holds, if there is one."""
+    if model not in _places:
+        if not keras_variables.can_be_made():
+            return []
+
+        def create() -> None:
+            _places[model] = keras.Variable(
+                _NOBODYS,
+                dtype="float32",
+                trainable=False,
+                autocast=False,
+                name="place",
+            )
+
+        replicas.once_for_all(create)
+    with replicas.one_replica([_places[model]]):
+        place = keras_variables.reader()(_places[model])
+        return [keras_variables.select(place < _NOBODYS, place, 1.0)]
 
 
 class Counts:

@@ -9,7 +9,7 @@ from keras import layers, ops
 
 import tfmix
 from tests import helpers, steps
-from tfmix.gradient_scaling import placing
+from tfmix.loss_scaling import rules, state
 
 if helpers.ON_JAX:
     import jax
@@ -186,24 +186,22 @@ def test_clipping_of_ones_own_hides_no_overflow():
     assert int(optimizer.iterations) >= STEPS - 20
 
 
-class Asking:
-    """Asks for places, as the state of an optimizer does."""
-
-    def __init__(self):
-        self.places = {}
+def asking():
+    """Returns an optimizer's state, whose values are numbers."""
+    return state.State(rules.DynamicLossScale(), lambda _, value, dtype: value)
 
 
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("mode", steps.MODES)
 def test_a_models_place_is_the_lowest_that_its_optimizers_ask_for(mode):
     model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
-    assert placing.of(model) == 1.0
-    one, other = Asking(), Asking()
+    assert state.place_of(model) == 1.0
+    one, other = asking(), asking()
 
     # The step of each is traced once, before the other has asked.
     def tell(mover):
         weights = model.trainable_variables
-        told = functools.partial(placing.tell, mover, weights)
+        told = functools.partial(mover.tell, weights)
         return steps.compiled(told, mode)
 
     tell_one, tell_other = tell(one), tell(other)
@@ -217,7 +215,7 @@ def test_a_models_place_is_the_lowest_that_its_optimizers_ask_for(mode):
         (tell_one, 1.0, 1.0, 1.0),
     ):
         told(*map(tf.constant, (before, after)))
-        assert float(placing.of(model)) == expected
+        assert float(state.place_of(model)) == expected
 
 
 @pytest.mark.costly
