@@ -15,7 +15,7 @@ import contextlib
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -63,11 +63,9 @@ class Gates:
         own = id(value) in self._overwritten
         return is_traced and not own and _is_float(value)
 
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[None]:
+    def opened(self) -> contextlib.AbstractContextManager[None]:
         """Runs a block between the gates."""
-        with context.holding(gates=self):
-            yield
+        return context.holding(gates=self)
 
     def leave(self, results: Sequence, losses: Sequence) -> tuple[list, list]:
         """Returns the float arrays of a call for the code outside.

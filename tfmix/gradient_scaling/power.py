@@ -2,8 +2,8 @@
 
 import functools
 import math
-import types
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -12,36 +12,17 @@ import numpy as np
 from tfmix._keras import kernels
 from tfmix.ops import tensors
 
-_of_tensors: Any
+# In eager mode the ops of Keras take several times as long.
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 
-    def _of_two(op: Callable) -> Callable:
-        return lambda x, y: op(x=x, y=y)
-
-    _raw = tf.raw_ops
-    # These have the names and the order of `jax.numpy`. They take tensors of
-    # one dtype, and Python numbers. In eager mode the ops of Keras and
-    # TensorFlow first convert their arguments, which takes several times as
-    # long as the op.
-    _of_tensors = types.SimpleNamespace(
-        abs=tf.abs,
-        sum=tf.reduce_sum,
-        # That of no numbers is -infinity.
-        max=lambda x, initial: tf.reduce_max(x),
-        where=lambda a, x, y: _raw.SelectV2(condition=a, t=x, e=y),
-        add=_of_two(_raw.AddV2),
-        subtract=_of_two(_raw.Sub),
-        divide=_of_two(_raw.RealDiv),
-        maximum=_of_two(_raw.Maximum),
-        minimum=_of_two(_raw.Minimum),
-        greater=_of_two(_raw.Greater),
-        bitwise_and=_of_two(_raw.BitwiseAnd),
-    )
+    # That of no numbers is -infinity.
+    _abs, _sum, _max = tf.abs, tf.reduce_sum, tf.reduce_max
 else:
     from jax import numpy as jnp
 
-    _of_tensors = jnp
+    _abs, _sum = jnp.abs, jnp.sum
+    _max = functools.partial(jnp.max, initial=0.0)
 
 # Float32 holds this power of two and its reciprocal as normal numbers.
 _HIGHEST = 2.0**100
@@ -92,32 +73,28 @@ def of(gradients: Sequence, losses: Sequence, place: Any) -> Power:
         >>> float(of([keras.ops.array([0.0, -3e-6])], [], 1.0).up) * 3e-6
         1.572864
     """
-    ops = _of_tensors
-    sizes = [tensors.cast(ops.abs(x), "float32") for x in (*gradients, *losses)]
-    total = functools.reduce(ops.add, map(ops.sum, sizes))
-    # There may be no rows.
-    each = [ops.max(size, initial=0.0) for size in sizes[: len(gradients)]]
+    sizes = [tensors.cast(_abs(x), "float32") for x in (*gradients, *losses)]
+    total = functools.reduce(operator.add, map(_sum, sizes))
+    each = [*map(_max, sizes[: len(gradients)])]
+    ops: Any = keras.ops
     if hasattr(total, "numpy"):
         # In TensorFlow's eager mode each of a dozen operations would take as
         # long as a copy to the host.
         total, place, *each = map(float, (total, place, *each))
         ops = np
-    of_sum, highest = ops.divide(total, _LARGEST_SUM), _LARGEST
+    of_sum, highest = total / _LARGEST_SUM, _LARGEST
     reaches = functools.reduce(ops.maximum, each, of_sum)
     if all(x.ndim in (0, 1) for x in gradients):
         highest = _LARGEST_SUM_OF_NUMBERS
-        of_sum = ops.divide(total, highest)
-    reaches = ops.divide(reaches, ops.minimum(place, highest))
-    reaches = ops.maximum(reaches, of_sum)
-    reaches = ops.where(ops.greater(reaches, 0.0), reaches, 1.0)
+        of_sum = total / highest
+    reaches = ops.maximum(reaches / ops.minimum(place, highest), of_sum)
+    reaches = ops.where(reaches > 0.0, reaches, 1.0)
     reaches = ops.minimum(ops.maximum(reaches, 1 / _HIGHEST), _HIGHEST)
-    up = ops.divide(1.0, _power_below(reaches))
+    up = 1.0 / _power_below(reaches)
     # The difference is 0, or NaN; XLA's maximum on a CPU may lose a NaN. The
     # division comes last: XLA computes it once, but repeats a selection in each
     # kernel.
-    bad = ops.subtract(total, total)
-    power = Power(up, ops.divide(1.0, ops.add(up, bad)))
-    return Power(*map(float, power)) if ops is np else power
+    return Power(up, 1.0 / (up + (total - total)))
 
 
 def _power_below(number: Any) -> Any:
@@ -125,5 +102,4 @@ def _power_below(number: Any) -> Any:
     if isinstance(number, float):
         return math.ldexp(1.0, math.frexp(number)[1] - 1)
     word = kernels.bitcast(number, "int32")
-    exponent = _of_tensors.bitwise_and(word, _EXPONENT)
-    return kernels.bitcast(exponent, "float32")
+    return kernels.bitcast(keras.ops.bitwise_and(word, _EXPONENT), "float32")
