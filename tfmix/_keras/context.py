@@ -347,21 +347,6 @@ def is_symbolic(tensor: Any) -> bool:
     return isinstance(tensor, jax.core.Tracer)
 
 
-def will_run_later() -> bool:
-    """Returns whether TensorFlow traces a graph that will run."""
-    if keras.backend.backend() != "tensorflow" or tf.executing_eagerly():
-        return False
-    return open_scope() is None
-
-
-@contextlib.contextmanager
-def scratch() -> Iterator[None]:
-    """Runs a block in a separate graph, in which nothing is assigned."""
-    graph = tf.__internal__.FuncGraph("tfmix_scratch")
-    with keras.StatelessScope(), graph.as_default():
-        yield
-
-
 def untouched(function: Function) -> Function:
     """Returns the function, marked so that AutoGraph does not rewrite it."""
     # Our functions have no Python control flow on tensors, and rewriting is
