@@ -95,19 +95,27 @@ def active_rules() -> frozenset[str]:
     return installed.rules if own is None else own
 
 
-@contextlib.contextmanager
-def holding(**values: Any) -> Iterator[None]:
+class holding(contextlib.AbstractContextManager[None]):
     """Changes some settings for a block.
+
+    Layers enter it in each eager call, so it is no generator, and fields that
+    do not change are not set one by one.
 
     Args:
         **values: New values by the names of `Block`; others stay.
     """
-    outside = block.get()
-    block.set(Block(**{**vars(outside), **values}))
-    try:
-        yield
-    finally:
-        block.set(outside)
+
+    def __init__(self, **values: Any) -> None:
+        self._values = values
+
+    def __enter__(self) -> None:
+        self._outside = block.get()
+        inside = object.__new__(Block)
+        vars(inside).update(vars(self._outside), **self._values)
+        block.set(inside)
+
+    def __exit__(self, *_: object) -> None:
+        block.set(self._outside)
 
 
 POLICY_KEY = "dtype_policy"

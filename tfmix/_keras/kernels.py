@@ -42,29 +42,19 @@ def bitcast(tensor: Any, dtype: str) -> Any:
     return jax.lax.bitcast_convert_type(jax.numpy.asarray(tensor), dtype)
 
 
-def product_in_float32(
-    a: Any, b: Any, summed: Sequence, batch: Sequence
-) -> Any:
-    """Multiplies 16-bit tensors; the result is float32 (TensorFlow, XLA).
+def product_in_float32(a: Any, b: Any) -> Any:
+    """Multiplies the columns of 16-bit matrices (TensorFlow, XLA).
 
-    Args:
-        a: The first tensor.
-        b: The second.
-        summed: The axes of each that are summed.
-        batch: The axes of each that come first in the result. Those of `a` that
-            are left follow, then those of `b`.
+    Returns:
+        The product of `a`, transposed, and `b` in float32.
     """
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
-    # `xla.DotDimensionNumbers`, whose four fields are lists of small numbers.
-    fields = enumerate((*summed, *batch), 1)
-    encoded = b"".join(
-        bytes([8 * n + 2, len(axes), *axes]) for n, axes in fields if axes
-    )
+    # These are `xla.DotDimensionNumbers`: the first axis of both is summed.
     return gen_xla_ops.xla_dot_v2(
         a,
         b,
-        dimension_numbers=encoded,
+        dimension_numbers=b"\x0a\x01\x00\x12\x01\x00",
         precision_config=b"",
         preferred_element_type=tf.float32,
     )

@@ -8,6 +8,7 @@ together.
 import contextlib
 import dataclasses
 import functools
+import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -190,33 +191,43 @@ def flat_layers(layer: Any) -> list:
     return list(by_id.values())
 
 
-def unlisted_variables(model: keras.Model) -> list:
-    """Lists the variables on a model's layers that Keras does not list.
+def untrained_variables(model: keras.Model) -> list:
+    """Lists the variables of a model that gradients do not update.
 
-    These are the states of stateful RNNs, and TensorFlow's own variables, in
-    attributes of layers, and in lists and dicts there.
+    Among them are some that Keras does not list: the states of stateful RNNs,
+    and TensorFlow's own variables, in attributes of layers, and in lists and
+    dicts there.
     """
+    flat = flat_layers(model)
+    # Keras's own list takes each layer's from the layers around it.
+    listed = {
+        id(x): x
+        for layer in flat
+        for x in (*layer._trainable_variables, *layer._non_trainable_variables)
+    }
+    all_trained = model.trainable
+    found = [x for x in listed.values() if not (all_trained and x.trainable)]
     if keras.backend.backend() != "tensorflow":
-        # Keras passes them to no step that JAX compiles.
-        return []
-    seen, found = {id(variable) for variable in model.variables}, []
-    waiting = [
-        attributes[name]
-        for attributes in map(vars, flat_layers(model))
-        for name in users_attributes(attributes)
-    ][::-1]
-    while waiting:
-        value = waiting.pop()
-        kind: Any = type(value)
-        what = _what_it_holds(kind)
-        if what is None or id(value) in seen:
-            continue
-        seen.add(id(value))
-        if what == "value":
-            found.append(value)
-        else:
-            inner = value.values() if isinstance(value, dict) else value
-            waiting += reversed([*inner])
+        # Keras passes the others to no step that JAX compiles.
+        return found
+    seen = {*listed}
+    waiting: list[list] = []
+    for attributes in map(vars, flat):
+        names = users_attributes(attributes)
+        waiting.append([attributes[name] for name in names])
+    # The list grows meanwhile.
+    for values in waiting:
+        held = map(_what_it_holds, map(type, values))
+        for value in itertools.compress(values, held):
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            kind: Any = type(value)
+            if _what_it_holds(kind) == "value":
+                found.append(value)
+            else:
+                inner = value.values() if isinstance(value, dict) else value
+                waiting.append([*inner])
     return found
 
 

@@ -141,11 +141,19 @@ def select(condition: Any, new: Any, old: Any) -> Any:
 
     Args:
         condition: Where it is true, `new` is returned.
-        new: A number or a tensor.
+        new: A number, a tensor or a named tuple of them.
         old: The same. Both may be anything if the condition is known.
     """
     if is_known(condition):
         return new if condition else old
+    return keras.tree.map_structure(
+        functools.partial(_select, condition), new, old
+    )
+
+
+def _select(condition: Any, new: Any, old: Any) -> Any:
+    if new is old:
+        return old
     if keras.backend.backend() == "tensorflow":
         return _where(condition, new, old)
     if not condition.shape and _is_alike(new, old):
@@ -645,30 +653,18 @@ def autocast(dtype: str | None) -> Any:
     return backend_variables.AutocastScope(dtype)
 
 
+def is_float32(variable: keras.Variable) -> bool:
+    """Returns whether a variable, not what a layer reads of it, is float32."""
+    return bool(variable._dtype == "float32")
+
+
 def narrow_dtype(variable: keras.Variable) -> str | None:
     """Returns the dtype to which a read casts a float32 variable, if 16-bit."""
     scope = backend_variables.get_autocast_scope()
     if scope is None or scope.dtype not in _formats.SIXTEEN_BIT:
         return None
-    is_cast = variable._autocast and variable._dtype == "float32"
+    is_cast = variable._autocast and is_float32(variable)
     return scope.dtype if is_cast else None
-
-
-def make_assign(original: Callable, exactly: Callable) -> Callable:
-    """Returns what assigns to a variable, by `exactly` what lost digits.
-
-    Args:
-        original: Keras's function of `ASSIGN`.
-        exactly: Takes this, a float32 variable and a 16-bit value.
-    """
-
-    @functools.wraps(original)
-    def assign(self: Any, value: Any) -> Any:
-        if self._dtype == "float32" and is_narrow(value):
-            return exactly(original, self, value)
-        return original(self, value)
-
-    return assign
 
 
 def place_of_value(variable: keras.Variable) -> tuple[dict, str, Any]:

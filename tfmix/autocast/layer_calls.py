@@ -146,12 +146,13 @@ def reasons(model: keras.Layer) -> list[str]:
 
 
 def assign_exactly(original: Callable, variable: Any, value: Any) -> Any:
-    """Assigns the float32 value behind a 16-bit one to a float32 variable.
+    """Assigns to a variable; to a float32 one, what is behind a 16-bit value.
 
     If that is not known, the layer whose code assigns it falls back.
     """
     has_rules = policies.SIXTEEN_BIT in context.active_rules()
-    if not has_rules or context.on_shapes_only():
+    is_rounded = has_rules and variables.is_float32(variable)
+    if not is_rounded or context.on_shapes_only():
         return original(variable, value)
     value = tensors.before_cast(value)
     may_fall_back = context.block.get().users_code == SIXTEEN_BIT

@@ -25,7 +25,7 @@ from tfmix._keras import (
 )
 from tfmix.autocast import layer_calls
 from tfmix.float8 import chosen_layers
-from tfmix.gradient_scaling import model_call, outermost, placing
+from tfmix.gradient_scaling import model_call, placing
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.loss_scaling import rules
 from tfmix.ops import tensors
@@ -114,7 +114,7 @@ class _MixedModel:
         # The float8 layers are chosen later.
         self._float8 = ruled if ruled.is_float8 else None
         self._rules = policies.rules_of(policy)
-        self._calls = outermost.Calls(model, self.ruled)
+        self._calls = model_call.Calls(model, self.ruled)
         self.wrappers = self._wrappers()
 
     def _wrappers(self) -> dict[str, layers.Wrapper]:

@@ -23,7 +23,7 @@ from tfmix.autocast import global_policy, layer_calls
 from tfmix.autocast import record as mixed_model
 from tfmix.conversion import dtype_notes, planned_policies
 from tfmix.float8 import chosen_layers
-from tfmix.gradient_scaling import outermost
+from tfmix.gradient_scaling import model_call
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.loss_scaling import rules
 from tfmix.policy import policy as policies
@@ -220,7 +220,7 @@ def _under_policy(
     """Makes a model compute under a policy; `None` keeps its own setup."""
     with contextlib.ExitStack() as conditions:
         conditions.enter_context(context.nothing_traced())
-        conditions.enter_context(outermost.outputs_as_made())
+        conditions.enter_context(model_call.outputs_as_made())
         if isinstance(chosen, policies.Policy):
             names = {*chosen.float32_ops, policies.SIXTEEN_BIT}
             conditions.enter_context(replacing.block(names))
