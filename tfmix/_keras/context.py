@@ -209,16 +209,6 @@ def open_scopes() -> Iterator[keras.StatelessScope]:
         scope = scope.original_scope
 
 
-def noted_scope(scope: Any) -> Callable[[], None]:
-    """Notes what a scope holds; returns a function that restores it."""
-    mapping, losses = dict(scope.state_mapping), list(scope.losses)
-
-    def restore() -> None:
-        scope.state_mapping, scope.losses = dict(mapping), list(losses)
-
-    return restore
-
-
 # Losses and metrics of Keras read these attributes of a tensor.
 LOGITS, MASK = "_keras_logits", "_keras_mask"
 # TensorFlow's tensors hold their attributes themselves; Keras keeps those of

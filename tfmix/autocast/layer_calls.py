@@ -256,6 +256,8 @@ class _LayerCall:
             code = FLOAT32
         elif self._is_users and _may_change(self._layer):
             code = SIXTEEN_BIT
+        if code == context.block.get().users_code:
+            return contextlib.nullcontext()
         return context.holding(users_code=code)
 
     def _returns_16_bit(self) -> bool:
@@ -372,15 +374,16 @@ def _noted(layer: keras.Layer, is_new: bool) -> Callable[[], None]:
     Outside a stateless scope it notes only new calls, because it copies the
     values. In a graph of TensorFlow, the old values are assigned again.
     """
-    scope, values = context.open_scope(), []
+    scope: Any = context.open_scope()
+    values = []
     if scope is not None:
-        restore_scope = context.noted_scope(scope)
+        mapping, losses = dict(scope.state_mapping), list(scope.losses)
     elif is_new:
         values = [(v, variables.read(v)) for v in _state(layer)]
 
     def restore() -> None:
         if scope is not None:
-            restore_scope()
+            scope.state_mapping, scope.losses = dict(mapping), list(losses)
         for variable, value in values:
             # A replica cannot assign a variable without an aggregation, so
             # this has its value still.
