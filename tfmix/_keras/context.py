@@ -320,13 +320,10 @@ def is_made_in(function: Any, tensor: Any) -> bool:
 
 def is_traced_with(array: Any, others: Iterable) -> bool:
     """Returns whether JAX traces an array and one of others together."""
-    return hasattr(array, "_trace") and has_trace_of(array, others)
-
-
-def has_trace_of(array: Any, others: Iterable) -> bool:
-    """Returns whether an array and one of others have one trace, or none."""
     trace = getattr(array, "_trace", None)
-    return any(trace is getattr(other, "_trace", None) for other in others)
+    return trace is not None and any(
+        trace is getattr(other, "_trace", None) for other in others
+    )
 
 
 def transformation() -> Any:
