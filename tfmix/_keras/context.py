@@ -209,16 +209,6 @@ def open_scopes() -> Iterator[keras.StatelessScope]:
         scope = scope.original_scope
 
 
-def noted_scope(scope: Any) -> Callable[[], None]:
-    """Notes what a scope holds; returns a function that restores it."""
-    mapping, losses = dict(scope.state_mapping), list(scope.losses)
-
-    def restore() -> None:
-        scope.state_mapping, scope.losses = dict(mapping), list(losses)
-
-    return restore
-
-
 # Losses and metrics of Keras read these attributes of a tensor.
 LOGITS, MASK = "_keras_logits", "_keras_mask"
 # TensorFlow's tensors hold their attributes themselves; Keras keeps those of
@@ -330,13 +320,10 @@ def is_made_in(function: Any, tensor: Any) -> bool:
 
 def is_traced_with(array: Any, others: Iterable) -> bool:
     """Returns whether JAX traces an array and one of others together."""
-    return hasattr(array, "_trace") and has_trace_of(array, others)
-
-
-def has_trace_of(array: Any, others: Iterable) -> bool:
-    """Returns whether an array and one of others have one trace, or none."""
     trace = getattr(array, "_trace", None)
-    return any(trace is getattr(other, "_trace", None) for other in others)
+    return trace is not None and any(
+        trace is getattr(other, "_trace", None) for other in others
+    )
 
 
 def transformation() -> Any:
@@ -353,21 +340,6 @@ def is_symbolic(tensor: Any) -> bool:
     if keras.backend.backend() == "tensorflow":
         return bool(tf.is_symbolic_tensor(tensor))
     return isinstance(tensor, jax.core.Tracer)
-
-
-def will_run_later() -> bool:
-    """Returns whether TensorFlow traces a graph that will run."""
-    if keras.backend.backend() != "tensorflow" or tf.executing_eagerly():
-        return False
-    return open_scope() is None
-
-
-@contextlib.contextmanager
-def scratch() -> Iterator[None]:
-    """Runs a block in a separate graph, in which nothing is assigned."""
-    graph = tf.__internal__.FuncGraph("tfmix_scratch")
-    with keras.StatelessScope(), graph.as_default():
-        yield
 
 
 def untouched(function: Function) -> Function:

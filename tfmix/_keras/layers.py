@@ -304,11 +304,11 @@ def kernel_of(layer: Any) -> keras.Variable | None:
 def trial() -> Iterator[Any]:
     """Yields the open `keras.StatelessScope`, and restores it afterwards."""
     scope: Any = context.open_scope()
-    restore = context.noted_scope(scope)
+    mapping, losses = dict(scope.state_mapping), list(scope.losses)
     try:
         yield scope
     finally:
-        restore()
+        scope.state_mapping, scope.losses = mapping, losses
 
 
 def copy_mask(source: Any, destination: Any) -> None:

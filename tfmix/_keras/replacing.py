@@ -190,10 +190,6 @@ def block(names: Iterable[str]) -> Iterator[None]:
     Other threads, and the code after the block, keep their rules.
     """
     wanted = frozenset(names)
-    if context.block.get().rules == wanted:
-        # The block around this one lasts longer.
-        yield
-        return
     with _replacing(wanted), context.holding(rules=wanted):
         yield
 

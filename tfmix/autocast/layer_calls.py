@@ -188,9 +188,6 @@ class _LayerCall:
         to_float32_code = context.block.get().users_code == FLOAT32
         mode = kwargs.get("training") is True
         is_new = mode not in self._proven and not self.is_float32()
-        if is_new and _would_last(self._layer):
-            with context.scratch():
-                self._run(original, args, kwargs)
         outputs = self._run(original, args, kwargs, is_new)
         self._proven.add(mode)
         if self._returns_16_bit():
@@ -202,7 +199,7 @@ class _LayerCall:
         return outputs
 
     def _run(
-        self, original: Callable, args: Any, kwargs: Any, is_new: bool = True
+        self, original: Callable, args: Any, kwargs: Any, is_new: bool
     ) -> Any:
         """Calls the layer; if that fails, undoes it and tries in float32."""
         if self.is_float32():
@@ -213,6 +210,9 @@ class _LayerCall:
                 return self._call(original, args, kwargs)
         except Exception as error:
             restore()
+            if self.is_float32():
+                # The code of another replica has failed first.
+                return self._in_float32(original, args, kwargs)
             if _is_final(error) or not _may_change(self._layer):
                 raise
             before = layers.own_policy(self._layer)
@@ -256,6 +256,8 @@ class _LayerCall:
             code = FLOAT32
         elif self._is_users and _may_change(self._layer):
             code = SIXTEEN_BIT
+        if code == context.block.get().users_code:
+            return contextlib.nullcontext()
         return context.holding(users_code=code)
 
     def _returns_16_bit(self) -> bool:
@@ -366,37 +368,27 @@ def _may_change(layer: keras.Layer) -> bool:
     )
 
 
-def _would_last(layer: keras.Layer) -> bool:
-    """Returns whether the assignments of a call cannot be undone here.
-
-    A graph that TensorFlow traces cannot be undone, and replicas wait for each
-    other at assignments. So the first call is tried in a separate graph that
-    never runs. Keras's own layers do not need that, unless they hold a layer
-    that is not Keras's.
-    """
-    if not context.will_run_later() or not layers.is_built(layer):
-        return False
-    known = all(map(layers.is_builtin, layers.flat_layers(layer)))
-    return not known and bool(_state(layer))
-
-
 def _noted(layer: keras.Layer, is_new: bool) -> Callable[[], None]:
     """Notes what a call may assign and add; returns a function that undoes it.
 
     Outside a stateless scope it notes only new calls, because it copies the
-    values.
+    values. In a graph of TensorFlow, the old values are assigned again.
     """
-    scope, values = context.open_scope(), []
+    scope: Any = context.open_scope()
+    values = []
     if scope is not None:
-        restore_scope = context.noted_scope(scope)
-    elif is_new and not context.will_run_later():
+        mapping, losses = dict(scope.state_mapping), list(scope.losses)
+    elif is_new:
         values = [(v, variables.read(v)) for v in _state(layer)]
 
     def restore() -> None:
         if scope is not None:
-            restore_scope()
+            scope.state_mapping, scope.losses = dict(mapping), list(losses)
         for variable, value in values:
-            variable.assign(value)
+            # A replica cannot assign a variable without an aggregation, so
+            # this has its value still.
+            with contextlib.suppress(ValueError):
+                variable.assign(value)
         # The losses of a failed call would count twice.
         layers.drop_losses(layer)
 
@@ -404,7 +396,12 @@ def _noted(layer: keras.Layer, is_new: bool) -> Callable[[], None]:
 
 
 def _state(layer: keras.Layer) -> list[keras.Variable]:
-    """Returns the variables that a layer's call itself may assign to."""
+    """Returns the variables that a layer's call itself may assign to.
+
+    Keras's own layers do not fail after that, unless they hold another layer.
+    """
     inside = layers.flat_layers(layer)
+    if all(map(layers.is_builtin, inside)):
+        return []
     state = [v for inner in inside for v in variables.own_state(inner)]
     return [*filter(variables.has_value, state)]

@@ -154,6 +154,9 @@ class _MixedModel:
 
     def ruled(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the policy's rules hold."""
+        if context.block.get().rules == self._rules:
+            # The block around lasts longer.
+            return contextlib.nullcontext()
         return replacing.block(self._rules)
 
     def _call(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -281,16 +284,11 @@ def make_compile(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def compile(self: keras.Model, *args: Any, **kwargs: Any) -> None:
-        def method(*args: Any, **kwargs: Any) -> None:
-            # Keras creates an optimizer here, and computes nothing in 16 bit.
-            with context.holding(rules=context.NO_RULES):
-                original(self, *args, **kwargs)
-
+        method = functools.partial(original, self)
         if _record(self) is None:
-            _compile(self, method, *args, **kwargs)
-        else:
-            # Its record wraps this call.
-            method(*args, **kwargs)
+            method = functools.partial(_compile, self, method)
+        # A record that was there before has wrapped this call.
+        method(*args, **kwargs)
 
     return compile
 

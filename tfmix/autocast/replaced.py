@@ -75,13 +75,13 @@ if keras.backend.backend() == "tensorflow":
             OPS,
             "The gradients of a graph have the dtypes of its tensors.",
             tapes.GRADIENTS,
-            replacing.lazily(tapes.without_rules),
+            tapes.without_rules,
         ),
         Replaced(
             OPS,
             "A function that was traced without a tape has no gates.",
             tapes.TRACE,
-            replacing.lazily(tapes.traced_for_gradients),
+            tapes.traced_for_gradients,
         ),
     )
 else:
