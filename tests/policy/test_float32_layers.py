@@ -17,12 +17,10 @@ devices = sys.modules["tfmix.policy.devices"]
     ("item", "name", "path", "expected"),
     [
         (keras.layers.Dense, "x", None, True),
-        (keras.layers.Layer, "x", None, True),
         (keras.layers.Conv2D, "x", None, False),
         ("Dense", "x", None, True),
         ("Den", "x", None, False),
         ("head", "head", None, True),
-        ("head", "my_head", None, False),
         ("head", "head_1", None, False),
         (".*head.*", "my_head_1", None, True),
         ("net/.*", "x", "net/x", True),
@@ -51,7 +49,6 @@ def test_a_layer_matches_every_name_that_keras_exports(name):
     [
         ("Dense", TypeError, "must be a list"),
         (keras.layers.Dense, TypeError, "must be a list"),
-        (7, TypeError, "must be a list"),
         ([7], TypeError, "Received: 7 of type int"),
         ([int], TypeError, "must be a Keras layer"),
         (["head["], ValueError, "'head\\['"),

@@ -7,13 +7,7 @@ from typing import Any, NamedTuple
 import keras
 
 from tfmix import _arguments, _messages, _progress, _tables
-from tfmix._keras import (
-    layers,
-    optimizers,
-    replacing,
-    training,
-)
-from tfmix.autocast import compile as compiling
+from tfmix._keras import layers, optimizers
 from tfmix.autocast import global_policy
 from tfmix.autocast import record as mixed_model
 from tfmix.conversion import (
@@ -234,9 +228,9 @@ def _change(
                 if name in vars(part):
                     way_back.callback(setattr, part, name, vars(part)[name])
         for part in (model, *mixed_model.models_inside(model)):
-            methods = replacing.by_role(part)
-            way_back.callback(replacing.restore, part, methods)
-            scaled = replacing.RULES in methods
+            methods = layers.by_role(part)
+            way_back.callback(layers.restore, part, methods)
+            scaled = layers.RULES in methods
             way_back.callback(model_call.note_scaling, part, scaled)
         layer_changes.set_dtypes(steps, way_back)
         chosen = chosen_layers.reasons(model)
@@ -248,7 +242,7 @@ def _change(
             guard.attach(model)
         elif installed is not before:
             # Only tfmix's wrapper could skip a step, and it is gone.
-            replacing.detach(model, replacing.GUARD)
+            layers.detach(model, layers.GUARD)
         layer_changes.forget_compiled(model)
         undone = way_back.pop_all()
 
@@ -279,7 +273,7 @@ def converted_copy(
     casts = layer_changes.casts(planned_policies.plan(twin, policy))
     current = _optimizer_of(twin)
     if casts and current is not None and optimizer is None:
-        optimizer = compiling.without_automatic(current)
+        optimizer = mixed_model.without_automatic(current)
         optimizer = type(optimizer).from_config(optimizer.get_config())
     report, optimizer = _convert(twin, policy, optimizer, may_cast=True)
     if casts:
@@ -387,10 +381,10 @@ def _wrap_optimizer(
     level = policies.with_rules(policy).level
     current = _optimizer_of(model)
     if optimizer is None and current is not None:
-        optimizer = compiling.without_automatic(current)
+        optimizer = mixed_model.without_automatic(current)
     if optimizer is None:
         return None
-    wrapped = compiling.choose(optimizer, model, level)
+    wrapped = mixed_model.choose(optimizer, model, level)
     if (
         isinstance(wrapped, scaling.LossScaleOptimizer)
         and isinstance(current, scaling.LossScaleOptimizer)
@@ -412,8 +406,8 @@ def _optimizer_of(model: keras.Model) -> keras.optimizers.Optimizer | None:
 
 def _adopt(model: keras.Model, optimizer: Any) -> None:
     if optimizer is not None:
-        saved = compiling.optimizer_in_files(optimizer, model)
-        training.adopt_optimizer(model, optimizer, saved)
+        saved = mixed_model.optimizer_in_files(optimizer, model)
+        layers.adopt_optimizer(model, optimizer, saved)
     for part in optimizers.chain(optimizer):
         if isinstance(part, scaling.LossScaleOptimizer):
             part.decide_anew()

@@ -12,12 +12,7 @@ import numpy as np
 from keras import ops, tree
 
 from tfmix import _arguments, _messages, _users_code
-from tfmix._keras import (
-    context_values,
-    files,
-    optimizers,
-    tracing,
-)
+from tfmix._keras import context, optimizers
 from tfmix._keras import variables as keras_variables
 from tfmix.gradient_scaling import model_call, placing
 from tfmix.loss_scaling import (
@@ -188,7 +183,7 @@ for _name in _SHARED.split():
 
 @keras.saving.register_keras_serializable(package="tfmix")
 class LossScaleOptimizer(
-    files.StoredAsInner,
+    optimizers.StoredAsInner,
     DelegatesToInner,
     state.Counts,
     optimizers.KerasScaler,
@@ -373,7 +368,7 @@ class LossScaleOptimizer(
         limit = _arguments.count("max_consecutive_skips", max_consecutive_skips)
         standstill.check(self, limit)
 
-    @tracing.untouched
+    @context.untouched
     def scale_loss(self, loss: Any) -> Any:
         """Multiplies a loss by the loss scale, in float32 or wider.
 
@@ -421,7 +416,7 @@ class LossScaleOptimizer(
         """Returns where gradients lie inside a model; see `State.place`."""
         return self._state.place()
 
-    @tracing.untouched
+    @context.untouched
     def unscale_gradients(self, grads: Sequence) -> list:
         """Divides gradients by the loss scale, for clipping or logging.
 
@@ -458,7 +453,7 @@ class LossScaleOptimizer(
             None if g is None else finite.without_infinities(g) for g in true
         ]
 
-    @tracing.untouched
+    @context.untouched
     def apply(
         self,
         grads: Sequence,
@@ -500,7 +495,7 @@ class LossScaleOptimizer(
             return
         variables = self.variables_of(grads, trainable_variables)
         guard.note_update(variables)
-        unscaled = unscaled or context_values.block.get().takes_unscaled
+        unscaled = unscaled or context.block.get().takes_unscaled
         unscaled = unscaled or not self._takes_scaled(warns=True)
         if keras_variables.becomes_constant(self.skips):
             raise ValueError(
@@ -533,7 +528,7 @@ class LossScaleOptimizer(
             ValueError: If the optimizer is not built, the counts differ, or
                 the backend is TensorFlow.
         """
-        with context_values.holding(takes_unscaled=unscaled):
+        with context.holding(takes_unscaled=unscaled):
             values: tuple[list, list] = (
                 keras.optimizers.Optimizer.stateless_apply(
                     self, optimizer_variables, grads, trainable_variables
@@ -541,7 +536,7 @@ class LossScaleOptimizer(
             )
         return values
 
-    @tracing.untouched
+    @context.untouched
     def apply_gradients(self, grads_and_vars: Iterable) -> Any:
         """Does what `apply` does with pairs of a gradient and its variable.
 
@@ -559,11 +554,11 @@ class LossScaleOptimizer(
         pairs = list(grads_and_vars)
         if pairs:
             # Keras's method calls `apply`, and others may have replaced it.
-            with context_values.holding(takes_unscaled=self._gets_unscaled):
+            with context.holding(takes_unscaled=self._gets_unscaled):
                 super().apply_gradients(pairs)
         return self.iterations
 
-    @tracing.untouched
+    @context.untouched
     def get_scaled_loss(self, loss: Any) -> Any:
         """Does what `scale_loss` does, under its old tf.keras name.
 
@@ -584,7 +579,7 @@ class LossScaleOptimizer(
 
         return tree.map_structure(scaled, loss)
 
-    @tracing.untouched
+    @context.untouched
     def get_unscaled_gradients(self, grads: Sequence) -> list:
         """Divides gradients for `apply_gradients`, as in the old tf.keras.
 
@@ -777,12 +772,6 @@ class LossScaleOptimizer(
         # Keras tracks what is assigned, and must track what it made only once.
         setattr(self, _KERAS_NAMES.get(name, attribute), variable)
         return variable
-
-
-def scalers(model: keras.Model) -> list[LossScaleOptimizer]:
-    """Lists the loss-scale optimizers of a model; a GAN may have several."""
-    held = vars(model).values()
-    return [value for value in held if isinstance(value, LossScaleOptimizer)]
 
 
 def _filled(value: Any, shape: tuple, dtype: str | None = None) -> Any:

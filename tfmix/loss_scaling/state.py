@@ -6,6 +6,7 @@ beside it, and its scale only moves the gradients inside models.
 """
 
 import numbers
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from tfmix._keras import context_values, optimizers
+from tfmix._keras import context, optimizers
 from tfmix._keras import variables as keras_variables
 from tfmix.gradient_scaling import placing
 from tfmix.loss_scaling import rules, standstill
@@ -190,7 +191,7 @@ class Counts:
     def warn(self, applied: Any) -> None:
         """Warns of the eighth skip in a row of an eager loop."""
         # The line after an epoch of `fit` says more.
-        if applied is False and context_values.block.get().step is None:
+        if applied is False and context.block.get().step is None:
             standstill.warn_of_eighth(
                 self._state.name, self.consecutive_skips, self.overflow_counts
             )
@@ -198,6 +199,26 @@ class Counts:
     def _counted(self) -> Values:
         """Returns the variables, after all steps so far."""
         return self._state.held
+
+
+# The counts of optimizers that nothing wraps.
+unwrapped: weakref.WeakKeyDictionary[Any, Counts] = weakref.WeakKeyDictionary()
+
+
+def counts_of(optimizer: keras.optimizers.Optimizer) -> Any:
+    """Returns what has counted an optimizer's skipped steps, or `None`."""
+    is_wrapper = isinstance(optimizer, Counts)
+    return optimizer if is_wrapper else unwrapped.get(optimizer)
+
+
+def counts_of_model(model: keras.Model) -> list[Any]:
+    """Lists the counts of a model's optimizers; a GAN may have several."""
+    found = [
+        counts_of(value)
+        for value in vars(model).values()
+        if isinstance(value, keras.optimizers.Optimizer)
+    ]
+    return [counts for counts in found if counts is not None]
 
 
 def on_host(variable: Any) -> np.ndarray:

@@ -15,12 +15,7 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from tfmix._keras import (
-    context_values,
-    kernels,
-    optimizers,
-    tracing,
-)
+from tfmix._keras import context, kernels, optimizers
 from tfmix._keras import variables as keras_variables
 from tfmix.ops import tensors
 from tfmix.step import replicas
@@ -74,9 +69,9 @@ def not_finite(tensors: Sequence) -> Any:
         # The model is frozen, or has no weights.
         return ops.zeros((0,), "bool")
     # The rules of a model's step only cost time here.
-    with context_values.holding(rules=context_values.NO_RULES):
+    with context.holding(rules=context.NO_RULES):
         tensors = [*map(_dense, tensors)]
-        if tracing.by_xla():
+        if context.by_xla():
             return kernels.by_shape(tensors, _not_finite_alike, _is_apart)
         all_fine = [tensor is None or is_finite(tensor) for tensor in tensors]
         return ops.logical_not(ops.stack(all_fine))
@@ -158,7 +153,7 @@ def apply_step(
         # Gradients are float32 from here on, and an optimizer computes in the
         # dtypes of its variables: the rules of a model's step would only cost
         # time, and check the gradients again.
-        context_values.holding(rules=context_values.NO_RULES),
+        context.holding(rules=context.NO_RULES),
     ):
         true = unscaled(summed, variables, scale)
         local = [*map(keras_variables.local, variables)]
@@ -261,7 +256,7 @@ def by_variable(bad: Any, optimizer: Any, variables: Sequence) -> Any:
 
 def _is_selected(condition: Any) -> bool:
     """Returns whether values are selected by a condition, without a branch."""
-    return not isinstance(condition, bool) and tracing.by_xla()
+    return not isinstance(condition, bool) and context.by_xla()
 
 
 def _branch(
@@ -283,7 +278,7 @@ def _known(condition: Any) -> Any:
     """Returns a bool if the code runs op by op."""
     if isinstance(condition, bool):
         return condition
-    return condition if tracing.is_symbolic(condition) else bool(condition)
+    return condition if context.is_symbolic(condition) else bool(condition)
 
 
 def unscaled(grads: Sequence, variables: Sequence, scale: Any = None) -> list:
@@ -342,9 +337,9 @@ def keep_overflow_visible(gradients: Sequence) -> list[bool]:
     Args:
         gradients: The gradients of a model's variables, at least one.
     """
-    if tracing.by_xla():
+    if context.by_xla():
         return [True] * len(gradients)
-    if tracing.trace() == tracing.EAGER:
+    if context.trace() == context.EAGER:
         # Each operation takes as long as one of a small model.
         small = [len(x.shape) < 2 for x in gradients]
     else:

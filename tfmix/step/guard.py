@@ -18,15 +18,7 @@ import numpy as np
 from keras import ops
 
 from tfmix import _arguments
-from tfmix._keras import (
-    context_values,
-    files,
-    global_state,
-    layers,
-    optimizers,
-    replacing,
-    training,
-)
+from tfmix._keras import context, files, layers, optimizers, training
 from tfmix._keras import variables as keras_variables
 from tfmix.step import finite, replicas
 
@@ -80,7 +72,7 @@ def guard(model: keras.Model) -> keras.Model:
 
 def _check_optimizer(model: keras.Model) -> None:
     # The user's own step may use any optimizer.
-    is_own = training.has_own_step(model)
+    is_own = layers.has_own_step(model)
     if is_own or getattr(model.optimizer, "skips", None) is not None:
         return
     raise ValueError(
@@ -94,10 +86,10 @@ def _check_optimizer(model: keras.Model) -> None:
 
 def attach(model: keras.Model, *, asked_for: bool | None = None) -> None:
     """Guards a model; `None` keeps whether the user asked for that."""
-    before = replacing.part(model, replacing.GUARD)
+    before = layers.part(model, layers.GUARD)
     if asked_for is None:
         asked_for = isinstance(before, _Guard) and before.asked_for
-    replacing.attach(model, replacing.GUARD, _Guard(model, asked_for))
+    layers.attach(model, layers.GUARD, _Guard(model, asked_for))
     # A step that was compiled before would run without the guard.
     model.train_function = None
 
@@ -164,7 +156,7 @@ class Step:
 
 def current_step() -> Step | None:
     """Returns the train step around the caller, `None` if there is none."""
-    step: Step | None = context_values.block.get().step
+    step: Step | None = context.block.get().step
     return step
 
 
@@ -237,7 +229,7 @@ class _Guard:
         self.asked_for = asked_for
         on_tensorflow = keras.backend.backend() == "tensorflow"
         self._counter = Counter() if on_tensorflow else None
-        self.wrappers: dict[str, replacing.Wrapper] = {
+        self.wrappers: dict[str, layers.Wrapper] = {
             "train_step": self._on_tensorflow
             if on_tensorflow
             else self._on_jax,
@@ -268,7 +260,7 @@ class _Guard:
         with self._step(self._watched()) as step:
             logs, after = original(*args, **kwargs)
             order = training.STEP_ON_JAX
-            state = replacing.argument(order, args, kwargs, "state")
+            state = layers.argument(order, args, kwargs, "state")
             groups = (
                 model.trainable_variables,
                 model.non_trainable_variables,
@@ -296,7 +288,7 @@ class _Guard:
         """Makes every `apply` inside a block report to one step."""
         if self.asked_for:
             _check_optimizer(self._model)
-        is_own, outside = training.has_own_step(self._model), current_step()
+        is_own, outside = layers.has_own_step(self._model), current_step()
         # Where only some of a user's `apply`s skip, each call of the model
         # keeps its statistics finite.
         ids = frozenset() if is_own else frozenset(map(id, watched))
@@ -306,7 +298,7 @@ class _Guard:
         if outside is not None:
             # What happens in this step happens in that one, too.
             new.counter = outside.counter or new.counter
-        with context_values.holding(step=new):
+        with context.holding(step=new):
             yield new
         if outside is not None:
             outside.has_reported = outside.has_reported or new.has_reported
@@ -390,20 +382,19 @@ class _Guard:
         """Returns what the means among the metrics have counted so far."""
         return [
             metric.count
-            for metric in training.metrics(self._model)
+            for metric in layers.metrics(self._model)
             if isinstance(metric, keras.metrics.Mean)
         ]
 
     def _watched(self) -> list[keras.Variable]:
         """Returns the variables that a skipped step must not change."""
-        own = training.weights_of_own_step(self._model)
-        unlisted = layers.unlisted_variables(self._model)
-        others = [*self._model.non_trainable_variables, *unlisted]
+        own = layers.weights_of_own_step(self._model)
+        others = layers.untrained_variables(self._model)
         state = filter(keras_variables.is_state, others)
         return [*state, *self._reported(), *own]
 
     def _reported(self) -> list[keras.Variable]:
-        metrics = training.metrics(self._model)
+        metrics = layers.metrics(self._model)
         return [v for metric in metrics for v in metric.variables]
 
     def _children(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -453,12 +444,12 @@ def statistics_kept_finite(
             around it.
     """
     if training is None:
-        training = global_state.is_training()
-    if not training:
+        training = context.is_training()
+    # JAX traces the mode of a model that it recomputes.
+    if training is not True:
         yield
         return
-    unlisted = layers.unlisted_variables(model)
-    variables = [*model.non_trainable_variables, *unlisted]
+    variables = layers.untrained_variables(model)
     step = current_step()
     # The guard restores the variables that it watches.
     watched = frozenset() if step is None else step.watched

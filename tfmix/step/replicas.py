@@ -14,7 +14,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import optimizers, tracing
+from tfmix._keras import context, optimizers
 from tfmix._keras import variables as keras_variables
 
 if keras.backend.backend() == "tensorflow":
@@ -84,20 +84,20 @@ def sum_gradients(grads: Sequence, variables: Sequence) -> list:
     if not _has_replicas() or not present:
         return result
     check_replica_context()
-    context = tf.distribute.get_replica_context()
-    if context.num_replicas_in_sync == 1:
+    around = tf.distribute.get_replica_context()
+    if around.num_replicas_in_sync == 1:
         return result
     sums: dict[Any, list[int]] = collections.defaultdict(list)
     for n in present:
         if keras_variables.is_overwritten(variables[n]):
-            rows = context.all_gather(grads[n][tf.newaxis], axis=0)
+            rows = around.all_gather(grads[n][tf.newaxis], axis=0)
             result[n] = _largest(rows)
         else:
             result[n] = _gathered(grads[n])
             sums[result[n].dtype].append(n)
     # Tensors of one reduction are packed into a vector, so they share a dtype.
     for alike in sums.values():
-        totals = context.all_reduce(
+        totals = around.all_reduce(
             tf.distribute.ReduceOp.SUM, [result[n] for n in alike]
         )
         for n, total in zip(alike, totals, strict=True):
@@ -131,11 +131,11 @@ def one_replica(
         strategy = None
         # A TPU's step is traced once for all replicas, without local copies or
         # merge calls.
-        if _has_replicas() and not tracing.for_tpu():
-            context = _no_strategy()
-            strategy = context.strategy
+        if _has_replicas() and not context.for_tpu():
+            around = _no_strategy()
+            strategy = around.strategy
             stack.enter_context(keras_variables.local_copies(these))
-            stack.enter_context(context)
+            stack.enter_context(around)
         if optimizer is not None:
             stack.enter_context(
                 optimizers.without_reduction(optimizer, strategy)
