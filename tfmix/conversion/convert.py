@@ -221,9 +221,8 @@ def _change(
     After an error, the model is as it was before.
     """
     before = _optimizer_of(model)
-    with contextlib.ExitStack() as way_back, contextlib.ExitStack() as failed:
+    with contextlib.ExitStack() as way_back:
         way_back.callback(layer_changes.forget_compiled, model)
-        failed.callback(_adopt, model, before)
         for part in optimizers.with_nested(optimizer or before):
             for name in ("inner_optimizer", "loss_scale_factor"):
                 if name in vars(part):
@@ -245,7 +244,6 @@ def _change(
             # Only tfmix's wrapper could skip a step, and it is gone.
             layers.detach(model, layers.GUARD)
         layer_changes.forget_compiled(model)
-        failed.pop_all()
         undone = way_back.pop_all()
 
     def undo() -> None:

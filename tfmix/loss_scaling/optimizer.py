@@ -17,7 +17,6 @@ from tfmix._keras import variables as keras_variables
 from tfmix.gradient_scaling import model_call
 from tfmix.loss_scaling import (
     rules,
-    saving,
     standstill,
     state,
 )
@@ -232,8 +231,7 @@ class LossScaleOptimizer(
         TypeError: If `inner_optimizer` is not a Keras 3 optimizer, or a setting
             is not a number.
         ValueError: If a setting is out of range, contradicts another, or
-            belongs to the inner optimizer; under a distribution strategy
-            that cannot skip a step on all replicas.
+            belongs to the inner optimizer.
 
     Examples:
         >>> model = keras.Sequential([keras.layers.Dense(1)])
@@ -288,7 +286,6 @@ class LossScaleOptimizer(
                 inner_optimizer.name,
                 factor,
             )
-        replicas.check_strategy()
         super().__init__(
             inner_optimizer,
             initial_scale=float(rule.init()[0]),
@@ -306,7 +303,7 @@ class LossScaleOptimizer(
         self.rule = rule
         self._state = state.State(rule, self._add)
         # Keras saves it beside the state.
-        self._loss_scale_state = saving.OwnState(
+        self._loss_scale_state = state.OwnState(
             functools.partial(optimizers.own_variables, self)
         )
 
@@ -478,7 +475,8 @@ class LossScaleOptimizer(
 
         Raises:
             ValueError: If there is no gradient at all, a variable is unknown,
-                or the call is outside `strategy.run` or inside `jax.jit`.
+                the call is outside `strategy.run` or inside `jax.jit`, or the
+                distribution strategy cannot skip a step on all replicas.
 
         Examples:
             >>> optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), 8.0)
@@ -616,7 +614,9 @@ class LossScaleOptimizer(
 
         Keras writes the rest of the state beside it.
         """
-        saving.write(store, self)
+        *_, bare = optimizers.chain(self)
+        for position, variable in enumerate(bare.variables):
+            store[str(position)] = np.asarray(variable.numpy())
 
     def load_own_variables(self, store: Any) -> None:
         """Reads the state of a run with loss scaling or without.
@@ -628,7 +628,7 @@ class LossScaleOptimizer(
         Args:
             store: Maps positions, as strings, to arrays, as Keras opens a file.
         """
-        saving.read(store, self, self._loss_scale_state)
+        state.read(store, self, self._loss_scale_state)
 
     def get_config(self) -> dict:
         """Returns the constructor's arguments, in Keras's form if they fit."""

@@ -70,15 +70,11 @@ def not_finite(tensors: Sequence) -> Any:
         return ops.zeros((0,), "bool")
     # The rules of a model's step only cost time here.
     with context.holding(rules=context.NO_RULES):
-        return _not_finite(tensors)
-
-
-def _not_finite(tensors: Sequence) -> Any:
-    tensors = [*map(_dense, tensors)]
-    if not context.by_xla():
+        tensors = [*map(_dense, tensors)]
+        if context.by_xla():
+            return kernels.by_shape(tensors, _not_finite_alike, _is_apart)
         all_fine = [tensor is None or is_finite(tensor) for tensor in tensors]
         return ops.logical_not(ops.stack(all_fine))
-    return kernels.by_shape(tensors, _not_finite_alike, _is_apart)
 
 
 def _not_finite_alike(tensors: list) -> Any:

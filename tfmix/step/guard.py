@@ -11,7 +11,7 @@ optimizer are a part.
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -94,18 +94,6 @@ def attach(model: keras.Model, *, asked_for: bool | None = None) -> None:
     model.train_function = None
 
 
-class Outcome(NamedTuple):
-    """The outcome of a step: booleans, or boolean scalar tensors.
-
-    Attributes:
-        applied: Whether an `apply` changed weights.
-        skipped: Whether an `apply` changed nothing.
-    """
-
-    applied: Any
-    skipped: Any
-
-
 @dataclasses.dataclass
 class Step:
     """A train step while it runs or is traced.
@@ -141,26 +129,29 @@ class Step:
         optimizer = self.model.optimizer
         return not self.is_own and hasattr(optimizer, "last_step_applied")
 
-    def outcome(self, before: list, after: list) -> Outcome:
-        """Returns what the step did.
+    def outcome(self, before: list, after: list) -> tuple[Any, Any]:
+        """Returns whether an `apply` changed weights, and whether one did not.
 
         Args:
             before: The counts of applied and skipped `apply`s before a step
                 that no scaler decides.
             after: Those after it. An unwrapped optimizer counts no skipped
                 steps, so a skip in a user's own step cannot be known (JAX).
+
+        Returns:
+            Two booleans, or boolean scalar tensors.
         """
         if not self.has_reported:
-            return Outcome(False, False)
+            return False, False
         if self.scaler_decides:
             # This needs no count from before the step, which XLA would copy.
             applied = self.model.optimizer.last_step_applied()
-            return Outcome(applied, ops.logical_not(applied))
+            return applied, ops.logical_not(applied)
         pairs = zip(before, after, strict=True)
         applied, *skipped = (ops.not_equal(*pair) for pair in pairs)
         if not self.is_own:
             skipped = [ops.logical_not(applied)]
-        return Outcome(applied, *(skipped or [False]))
+        return applied, *(skipped or [False])
 
 
 def current_step() -> Step | None:
@@ -212,8 +203,13 @@ class Counter:
 
     def read(self) -> list:
         """Returns both counts; creates the variable."""
+
+        def create() -> None:
+            zeros = np.zeros(2, "int32")
+            self.variables += [keras.Variable(zeros, trainable=False)]
+
         if not self.variables:
-            replicas.once_for_all(self._create)
+            replicas.once_for_all(create)
         with replicas.one_replica(self.variables):
             counts = keras_variables.read(self.variables[0])
         return [counts[0], counts[1]]
@@ -223,11 +219,6 @@ class Counter:
         flags = ops.stack([applied, ops.logical_not(applied)])
         with replicas.one_replica(self.variables):
             self.variables[0].assign_add(ops.cast(flags, "int32"))
-
-    def _create(self) -> None:
-        zeros = np.zeros(2)
-        counts = keras.Variable(zeros, "zeros", "int32", trainable=False)
-        self.variables.append(counts)
 
 
 class _Guard:
@@ -298,7 +289,9 @@ class _Guard:
         if self.asked_for:
             _check_optimizer(self._model)
         is_own, outside = layers.has_own_step(self._model), current_step()
-        ids = frozenset(map(id, watched))
+        # Where only some of a user's `apply`s skip, each call of the model
+        # keeps its statistics finite.
+        ids = frozenset() if is_own else frozenset(map(id, watched))
         new = Step(self._model, is_own, watched=ids)
         if not new.scaler_decides:
             new.counter = self._counter
@@ -313,7 +306,7 @@ class _Guard:
     def _put_back(
         self,
         step: Step,
-        outcome: Outcome,
+        outcome: tuple[Any, Any],
         before: Mapping[int, Any],
         logs: Any,
     ) -> Any:
@@ -350,13 +343,6 @@ class _Guard:
             # known to be bad if something became NaN. Sums of gradients that it
             # has made NaN stay NaN, so that the later `apply` skips them and
             # counts that.
-            of_layers = [
-                variable
-                for layer in self._model.layers
-                for variable in layer.non_trainable_variables
-            ]
-            statistics = pairs([*filter(keras_variables.is_state, of_layers)])
-            finite.restore_unless(_none_lost(statistics), statistics)
             reported = pairs(self._reported())
             shown = ops.logical_or(every_applied, _none_lost(reported))
             finite.restore_unless(shown, reported)

@@ -25,23 +25,16 @@ if keras.backend.backend() == "tensorflow":
 _REFUSED = "ParameterServerStrategy", "CentralStorageStrategy"
 
 
-def check_strategy(strategy: Any = None) -> None:
-    """Refuses a strategy, else the current one, that cannot skip a step."""
-    if keras.backend.backend() != "tensorflow":
-        return
-    name = type(strategy or tf.distribute.get_strategy()).__name__
-    if name.startswith(_REFUSED):
-        raise ValueError(
-            f"tfmix cannot scale the loss under {name}: its variables do not "
-            "live on the replicas, so these could not skip a step together. "
-            "Use MirroredStrategy, MultiWorkerMirroredStrategy, "
-            "OneDeviceStrategy or TPUStrategy."
-        )
-
-
 def check_replica_context() -> None:
     """Refuses a strategy that cannot skip, and steps outside of its `run`."""
-    check_strategy()
+    name = type(tf.distribute.get_strategy()).__name__
+    if name.startswith(_REFUSED):
+        raise ValueError(
+            f"tfmix cannot skip a step under {name}: its variables do not live "
+            "on the replicas, so these could not skip it together. Use "
+            "MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy "
+            "or TPUStrategy."
+        )
     if tf.distribute.in_cross_replica_context():
         raise ValueError(
             "Gradients must be applied in a replica context. Call "
@@ -64,7 +57,6 @@ def once_for_all(
         with keras_variables.outside_of_tracing(variables):
             function()
         return
-    check_strategy()
 
     def made(strategy: Any) -> None:
         # In the traced function, one replica's first value would be read from
