@@ -31,10 +31,6 @@ def whole_model(model):
     return lambda x: model(x)
 
 
-def in_validation(model):
-    return lambda x: model(x, training=False)
-
-
 def nested(model):
     inner = tf.function(whole_model(model))
     return lambda x: inner(x)
@@ -46,7 +42,7 @@ def a_branch(model):
     )
 
 
-FORMS = (whole_model, in_validation, nested, a_branch)
+FORMS = (whole_model, nested, a_branch)
 
 
 def gradients_after_a_call(policy, form, factor, jit_compile=False):

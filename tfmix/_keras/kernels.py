@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfmix._keras import tracing
+from tfmix._keras import context
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
@@ -27,7 +27,7 @@ def kept_apart(tensor: Any) -> Any:
     """Returns the tensor behind a barrier to compiler optimizations."""
     if keras.backend.backend() == "jax":
         return jax.lax.optimization_barrier(tensor)
-    if not tracing.by_xla():
+    if not context.by_xla():
         return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=())
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
@@ -42,29 +42,19 @@ def bitcast(tensor: Any, dtype: str) -> Any:
     return jax.lax.bitcast_convert_type(jax.numpy.asarray(tensor), dtype)
 
 
-def product_in_float32(
-    a: Any, b: Any, summed: Sequence, batch: Sequence
-) -> Any:
-    """Multiplies 16-bit tensors; the result is float32 (TensorFlow, XLA).
+def product_in_float32(a: Any, b: Any) -> Any:
+    """Multiplies the columns of 16-bit matrices (TensorFlow, XLA).
 
-    Args:
-        a: The first tensor.
-        b: The second.
-        summed: The axes of each that are summed.
-        batch: The axes of each that come first in the result. Those of `a` that
-            are left follow, then those of `b`.
+    Returns:
+        The product of `a`, transposed, and `b` in float32.
     """
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
-    # `xla.DotDimensionNumbers`, whose four fields are lists of small numbers.
-    fields = enumerate((*summed, *batch), 1)
-    encoded = b"".join(
-        bytes([8 * n + 2, len(axes), *axes]) for n, axes in fields if axes
-    )
+    # These are `xla.DotDimensionNumbers`: the first axis of both is summed.
     return gen_xla_ops.xla_dot_v2(
         a,
         b,
-        dimension_numbers=encoded,
+        dimension_numbers=b"\x0a\x01\x00\x12\x01\x00",
         precision_config=b"",
         preferred_element_type=tf.float32,
     )
@@ -127,7 +117,7 @@ def _sums(tensors: Sequence) -> Any:
             tuple(axes),
         )
         return jax.numpy.stack(totals)
-    if not tracing.by_xla():
+    if not context.by_xla():
         return tf.stack([tf.reduce_sum(tensor) for tensor in tensors])
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 

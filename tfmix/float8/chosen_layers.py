@@ -7,8 +7,8 @@ from typing import Any
 import keras
 
 from tfmix._keras import layers, variables
-from tfmix.float8 import product
-from tfmix.ops import apply, contraction
+from tfmix.float8 import contraction, product
+from tfmix.ops import apply
 from tfmix.policy import float32_layers
 from tfmix.policy import policy as policies
 
@@ -95,10 +95,9 @@ def gains(depth: int, width: int) -> bool:
 
 def _axes(layer: keras.Layer) -> Any:
     """Returns the axes of a layer's product, `None` for other computations."""
-    equation = getattr(layer, "equation", "...x,xy->...y")
+    equation = getattr(layer, "equation", apply.ROWS)
     rank = len(equation.split(",")[0].replace("...", ".").replace(" ", ""))
-    shapes = (None,) * rank, layer.kernel.shape
-    axes = contraction.of_op("einsum", [equation], {}, shapes, weight_at=1)
+    axes = contraction.of_einsum(equation, (rank, len(layer.kernel.shape)))
     return None if axes is None or axes.batch else axes
 
 

@@ -17,7 +17,8 @@ import keras
 from keras import ops
 
 from tfmix._keras import float8_kernel, kernels
-from tfmix.ops.contraction import Contraction
+from tfmix.float8 import contraction
+from tfmix.float8.contraction import Contraction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,14 +39,21 @@ _ONE = 1 << _MANTISSA
 _ROWS = 8192
 
 
-def contracted(inputs: Any, weight: Any, axes: Contraction) -> Any:
+def contracted(inputs: Any, weight: Any, equation: str) -> Any:
     """Multiplies a bfloat16 tensor by a weight, both rounded to float8.
+
+    Args:
+        inputs: The tensor.
+        weight: The weight, in float32.
+        equation: The einsum that the product is.
 
     Returns:
         The product; `None` for another dtype, or a batch of products.
     """
     dtype = keras.backend.standardize_dtype(inputs.dtype)
-    if dtype != "bfloat16" or axes.batch:
+    ranks = len(inputs.shape), len(weight.shape)
+    axes = contraction.of_einsum(equation, ranks)
+    if dtype != "bfloat16" or axes is None or axes.batch:
         return None
     result = product(*factors(inputs, ops.cast(weight, dtype), axes))
     sizes = dict(zip(axes.inputs, ops.shape(inputs), strict=True))

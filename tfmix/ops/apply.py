@@ -23,14 +23,9 @@ import keras
 import numpy as np
 
 from tfmix import _formats
-from tfmix._keras import (
-    context_values,
-    op_places,
-    tapes,
-    tracing,
-)
+from tfmix._keras import context, op_places, tapes
 from tfmix._keras import variables as keras_variables
-from tfmix.ops import contraction, tensors
+from tfmix.ops import tensors
 from tfmix.policy import op_lists
 
 products: Any
@@ -51,13 +46,14 @@ _NESTS, _ARRAYS = (list, tuple, dict), (np.generic, np.ndarray)
 _PLAIN = frozenset((str, bool, type(None), type(...), slice))
 _SETTINGS = frozenset((*_PLAIN, int, float))
 _ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
-_block = context_values.block.get
+_block = context.block.get
 # A variable carries this: the function that multiplies by it.
 CHOSEN = "_tfmix_chosen_product"
-
-# Takes a 16-bit tensor, the float32 weight and the contraction; returns the
-# product in the dtype of the tensor, or `None` if it does not support that.
-Multiply = Callable[[Any, Any, contraction.Contraction], Any]
+# Takes a 16-bit tensor, the float32 weight and the equation of their product;
+# returns that in the dtype of the tensor, or `None` if it does not support it.
+Multiply = Callable[[Any, Any, str], Any]
+# The einsum that multiplies rows by a matrix, as `Dense` does.
+ROWS = "...x,xy->...y"
 
 
 class _Local(threading.local):
@@ -130,7 +126,6 @@ class Call:
         is_sparse: Whether there is a sparse tensor.
         numbers: The numbers among the arguments.
         multiply: What a variable's products are computed by, if that is chosen.
-        axes: The axes of a product of two matrices, if they were asked for.
         wide: The other float tensors.
     """
 
@@ -147,7 +142,6 @@ class Call:
         self.tensors: list[Any] = []
         self.numbers: list[Any] = []
         self.wide: list[Any] = []
-        self.axes: contraction.Contraction | None = None
         self.multiply: Multiply | None = None
         self.args = tuple([self._see(value, True) for value in self.args])
         if self.kwargs:
@@ -244,7 +238,8 @@ class Call:
                     return factors[0]
                 return factors[1] if value is second else value
 
-            return run(*keras.tree.map_structure(other, arguments))
+            args, kwargs = tensors.map_leaves(arguments, other)
+            return run(args, kwargs)
 
         return function
 
@@ -294,10 +289,10 @@ def by_rules(
     def computed(*args: Any, **kwargs: Any) -> Any:
         if _local.inside:
             return original(*args, **kwargs)
-        # This is `context_values.active_rules`; nothing is called more often.
+        # This is `context.active_rules`; nothing is called more often.
         names = _block().rules
         if names is None:
-            names = context_values.installed.rules
+            names = context.installed.rules
         if not names:
             return original(*args, **kwargs)
         return way(Call(op, args, kwargs, name in names))
@@ -386,6 +381,25 @@ def cast(call: Call) -> Any:
     return result
 
 
+def assigning(original: Callable, exactly: Callable) -> Callable:
+    """Returns what assigns to a variable: 16-bit values by `exactly`.
+
+    Args:
+        original: Keras's method.
+        exactly: Takes this, the variable and the value.
+    """
+
+    @functools.wraps(original)
+    def assign(self: Any, value: Any) -> Any:
+        kind: Any = type(value)
+        dtype = tensors.known_dtype(kind, getattr(value, "dtype", None))
+        if dtype in _formats.SIXTEEN_BIT:
+            return exactly(original, self, value)
+        return original(self, value)
+
+    return assign
+
+
 def _in_float32(call: Call) -> Any:
     """Computes in float32; what is 16 bit by list or by wish is rounded."""
     result, wanted = call.in_float32(), call.wanted()
@@ -410,7 +424,7 @@ def _casts_in_each_step() -> bool:
 
     They cast each tensor on its own, so few are cast.
     """
-    return _block().in_loop and tracing.in_graph_without_xla()
+    return _block().in_loop and context.in_graph_without_xla()
 
 
 def _of_weights(call: Call) -> Any:
@@ -423,7 +437,7 @@ def _of_weights(call: Call) -> Any:
     )
     is_wide = is_wide or _is_wide(call)
     dtype = call.wanted() or ("float32" if is_wide else call.dtype)
-    if call.op.name in op_lists.MOVES and tracing.in_graph_without_xla():
+    if call.op.name in op_lists.MOVES and context.in_graph_without_xla():
         # One cast for each weight, not for each of its parts.
         return keras.tree.map_structure(
             tensors.weight_copy, call.in_float32(), call.plain()
@@ -459,61 +473,42 @@ def with_weights(call: Call) -> Any:
     name, place = call.op.name, call.weight_at()
     if not call.weights or name in op_lists.JOINS:
         return call.plain()
-    axes = call.axes or _axes(call)
-    is_filter = name in op_lists.CONVOLUTIONS and place == 1
-    is_known = is_filter or axes or name in ("add", "subtract", "multiply")
+    is_product = name in op_lists.NARROW
+    is_known = is_product or name in ("add", "subtract", "multiply")
     if place is None or not is_known or _block().in_map:
         return rounded(call)
     # JAX forms gradients by tracers only.
     is_asked = tapes.may_be_asked() and (
-        _ON_TENSORFLOW or any(map(tracing.is_symbolic, call.tensors))
+        _ON_TENSORFLOW or any(map(context.is_symbolic, call.tensors))
     )
-    if call.multiply is None and not is_asked:
-        return call.plain()
     copy, inputs = call.tensors[place], call.tensors[1 - place]
-    noted = call.copies[place]
+    noted, equation = call.copies[place], _equation(call, place)
     weight = noted and noted.source
-    if call.multiply is not None and axes is not None:
-        result = call.multiply(inputs, weight, axes)
+    if call.multiply is not None and equation:
+        result = call.multiply(inputs, weight, equation)
         if result is not None:
             return result
     if not is_asked:
         return call.plain()
     factors = call.of_two(inputs, copy), inputs, weight, copy
-    if axes is not None:
-        return products.contracted(*factors, axes)
-    if is_filter:
-        return products.convolved(*factors, _positions(call))
+    if name in op_lists.CONVOLUTIONS:
+        return products.convolved(*factors)
+    if is_product:
+        return products.contracted(*factors, equation == ROWS)
     if name == "multiply":
         return products.multiplied(*factors)
-    sign = -1 if name == "subtract" and place == 1 else 1
-    return products.added(*factors, sign)
+    second = -1 if name == "subtract" else 1
+    signs = (1, second) if place else (second, 1)
+    return products.added(*factors, signs)
 
 
-def _axes(call: Call) -> contraction.Contraction | None:
-    """Returns the axes of a product of two matrices, else `None`."""
-    if call.op.name not in contraction.OPS or len(call.tensors) != 2:
-        return None
-    if None in map(_rank, call.tensors):
-        return None
-    shapes = [tuple(tensor.shape) for tensor in call.tensors]
-    args, kwargs, weight_at = call.args, call.kwargs, call.weight_at() != 0
-    return contraction.of_op(call.op.name, args, kwargs, shapes, weight_at)
-
-
-def _positions(call: Call) -> Callable:
-    """Returns what counts how often a filter is multiplied."""
-    given = call.op.by_name(call.args, call.kwargs)
-    data_format = given["data_format"] or keras.config.image_data_format()
-    channels = -1 if data_format.lower() == "channels_last" else 1
-    is_transposed = "output_padding" in given
-
-    def positions(inputs: Any, outputs: Any) -> Any:
-        shape = list(inputs if is_transposed else outputs)
-        shape.pop(channels)
-        return math.prod(shape)
-
-    return positions
+def _equation(call: Call, place: int) -> str:
+    """Returns the einsum that a product with a weight is, "" if unknown."""
+    first = call.args[0] if call.args else None
+    if call.op.name == "einsum" and isinstance(first, str):
+        return first if place == 1 else ""
+    is_matrix = place == 1 and _rank(call.tensors[1]) == 2
+    return ROWS if is_matrix and call.op.name == "matmul" else ""
 
 
 def rounded(call: Call) -> Any:
@@ -575,13 +570,14 @@ def _sums_numbers(call: Call) -> bool:
 
     No matrix is multiplied then, and each result is a sum over many terms.
     """
-    if call.op.name == "einsum" and isinstance(call.args[0], str):
-        before, _, after = call.args[0].partition("->")
+    name, first = call.op.name, call.args[0] if call.args else None
+    if name == "einsum" and isinstance(first, str):
+        before, arrow, after = first.partition("->")
         alone = {x for x in before if x.isalpha() and before.count(x) == 1}
-        if after and alone - {*after}:
-            return True
-    call.axes = axes = _axes(call)
-    return axes is not None and not (axes.free or axes.new)
+        # Each axis of a product of matrices has two places.
+        return bool(arrow) and (not alone or bool(alone - {*after}))
+    is_plain = name in ("matmul", "dot", "inner") and len(call.tensors) == 2
+    return is_plain and all(_rank(x) == 1 for x in call.tensors)
 
 
 def _rank(tensor: Any) -> int | None:
@@ -605,7 +601,7 @@ def _is_often_repeated(call: Call) -> bool:
         return False
     if not _ON_TENSORFLOW:
         return name in ("add", "subtract") and count == 2
-    return not (tracing.by_xla() or tracing.for_gpu(call.tensors[0]))
+    return not (context.by_xla() or context.for_gpu(call.tensors[0]))
 
 
 def size(shape: Any) -> int:

@@ -8,19 +8,15 @@ as a linear function of a float32 tangent, and finds the transpose itself. So
 
 import functools
 import math
-import string
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-import jax.extend.core
 from jax import lax
 from jax import numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jax.interpreters import ad, batching, mlir
 
-from tfmix._keras import context_values
-from tfmix.ops.contraction import Contraction
+from tfmix._keras import context
 
 # Computes a result from a tensor and a weight of the same 16-bit dtype.
 Function = Callable[[Any, Any], Any]
@@ -35,59 +31,59 @@ Linear = Callable[[Any, Any, Any], Any]
 
 
 def contracted(
-    function: Function, inputs: Any, weight: Any, copy: Any, axes: Contraction
+    function: Function, inputs: Any, weight: Any, copy: Any, by_rows: bool
 ) -> Any:
-    """Computes a product of matrices, which sums `axes`.
+    """Computes a product of matrices.
 
     In float16 the weight's gradient is one product that sums in float32 and
-    returns float32; GPUs run that as fast as with a 16-bit result. In a loop,
-    which also reads and writes the sum over all steps in float32, this would
-    move an eighth more bytes. There, the inputs are divided by about the square
-    root of the number of rows, and the 16-bit result is multiplied in float32.
-    bfloat16 has float32's range, so its result is only rounded once and then
-    widened.
+    returns float32; GPUs run that as fast as with a 16-bit result. JAX casts
+    its factors, as `default_matmul_precision` says. In a loop, which also reads
+    and writes the sum over all steps in float32, this would move an eighth more
+    bytes, so that is computed like a convolution. bfloat16 has float32's range,
+    so its result is only rounded once and then widened.
     """
-    del copy
-    if inputs.dtype != jnp.float16:
-        return function(inputs, weight.astype(inputs.dtype))
-    if not context_values.block.get().in_loop:
-        factor, weight = varying_alike((inputs, weight))
-        return _multiply(factor, weight, axes, inputs.dtype, inputs.dtype)
+    del by_rows
+    if inputs.dtype != jnp.float16 or context.block.get().in_loop:
+        return convolved(function, inputs, weight, copy)
+
+    def wide(inputs: Any, tangent: Any) -> Any:
+        return function(inputs.astype(tangent.dtype), tangent)
+
+    def in_16_bit(inputs: Any, tangent: Any) -> Any:
+        with jax.default_matmul_precision("F16_F16_F32"):
+            return wide(inputs, tangent)
 
     def linear(inputs: Any, tangent: Any, result: Any) -> Any:
-        sizes = dict(zip(axes.outputs, result.shape, strict=True))
-        power = root_of_two(math.prod(sizes[x] for x in axes.free))
-        narrow = (tangent * power).astype(inputs.dtype)
-        return function(inputs * jnp.asarray(1 / power, inputs.dtype), narrow)
+        del result
+        # A CPU has no such product.
+        change = lax.platform_dependent(
+            inputs, tangent, cpu=wide, default=in_16_bit
+        )
+        return change.astype(inputs.dtype)
 
     return _with_gradient(function, linear, inputs, weight)
 
 
-def convolved(
-    function: Function, inputs: Any, weight: Any, copy: Any, positions: Callable
-) -> Any:
+def convolved(function: Function, inputs: Any, weight: Any, copy: Any) -> Any:
     """Computes a convolution.
 
     No accelerator returns a filter's gradient of 16-bit factors in float32. In
     float16, the incoming gradient is divided by about the square root of the
-    number of summed positions, and the result is multiplied in float32.
-    `positions` returns that number for the shapes of the inputs and the result.
+    number of products in each sum, and the result is multiplied in float32.
     """
     del copy
     if inputs.dtype != jnp.float16:
         return function(inputs, weight.astype(inputs.dtype))
 
     def linear(inputs: Any, tangent: Any, result: Any) -> Any:
-        power = root_of_two(positions(inputs.shape, result.shape))
+        # This is so if each number of the weight is in as many products as each
+        # number of both other factors.
+        count = math.sqrt(inputs.size * result.size / max(tangent.size, 1))
+        power = 2.0 ** math.ceil(math.log2(max(count, 1)) / 2)
         narrow = (tangent * power).astype(inputs.dtype)
         return function(inputs, narrow) * jnp.asarray(1 / power, inputs.dtype)
 
     return _with_gradient(function, linear, inputs, weight)
-
-
-def root_of_two(count: int) -> float:
-    """Returns a power of two of about the square root of a count."""
-    return 2.0 ** math.ceil(math.log2(max(count, 1)) / 2)
 
 
 def multiplied(function: Function, inputs: Any, weight: Any, copy: Any) -> Any:
@@ -103,14 +99,14 @@ def multiplied(function: Function, inputs: Any, weight: Any, copy: Any) -> Any:
 
 
 def added(
-    function: Function, inputs: Any, weight: Any, copy: Any, sign: int
+    function: Function, inputs: Any, weight: Any, copy: Any, signs: Any
 ) -> Any:
     """Computes a sum with a term, such as a bias, that has a sign.
 
     The weight is repeated in float32, rounded and added. Backwards, the sum of
     the rounded values is then one of float32 numbers.
     """
-    del copy, sign
+    del copy, signs
     dtype, shape = (
         inputs.dtype,
         jnp.broadcast_shapes(inputs.shape, weight.shape),
@@ -119,7 +115,7 @@ def added(
     def repeated(weight: Any) -> Any:
         return jnp.broadcast_to(weight, shape).astype(dtype)
 
-    if not context_values.block.get().in_loop:
+    if not context.block.get().in_loop:
         return function(inputs, repeated(weight))
 
     # A loop would keep the repeated weight of each step.
@@ -189,93 +185,3 @@ def _varying_axes(value: Any) -> frozenset[str]:
         getattr(kind, "vma", frozenset()) if axes is None else axes.varying
     )
     return varying
-
-
-# A product of two 16-bit factors that returns a chosen dtype, like
-# `dot_general`. The difference is in the gradients: each is such a product,
-# too, in the dtype of its factor. Those of `dot_general` get the dtype of the
-# result and are cast.
-_product = jax.extend.core.Primitive("tfmix_product")
-_HOW = "axes", "narrow", "dtype"
-
-
-def _multiply(
-    a: Any, b: Any, axes: Contraction, narrow: Any, dtype: Any
-) -> Any:
-    """Multiplies factors that are rounded to `narrow`; returns `dtype`.
-
-    It is linear in each factor, which may be float32.
-    """
-    order = axes.order
-    alike = Contraction(axes.inputs, axes.weight, order)
-    result = _product.bind(a, b, axes=alike, narrow=narrow, dtype=dtype)
-    return lax.transpose(result, tuple(map(order.index, axes.outputs)))
-
-
-def _computed(
-    a: Any, b: Any, *, axes: Contraction, narrow: Any, dtype: Any
-) -> Any:
-    def product(wide: Any, a: Any, b: Any) -> Any:
-        return lax.dot_general(
-            a.astype(wide),
-            b.astype(wide),
-            axes.positions,
-            preferred_element_type=dtype,
-        )
-
-    # A CPU has no product of bfloat16 that returns float32 in all shapes.
-    return lax.platform_dependent(
-        a.astype(narrow),
-        b.astype(narrow),
-        cpu=functools.partial(product, dtype),
-        default=functools.partial(product, narrow),
-    )
-
-
-def _abstract(
-    a: Any, b: Any, *, axes: Contraction, narrow: Any, dtype: Any
-) -> Any:
-    result, _ = lax.dot_general_p.abstract_eval(
-        a.update(dtype=narrow),
-        b.update(dtype=narrow),
-        dimension_numbers=axes.positions,
-        precision=None,
-        preferred_element_type=dtype,
-        out_sharding=None,
-    )
-    return result
-
-
-def _of_first(
-    upstream: Any, a: Any, b: Any, *, axes: Contraction, narrow: Any, **_: Any
-) -> Any:
-    return _multiply(upstream, b, axes.of_inputs, narrow, a.aval.dtype)
-
-
-def _of_second(
-    upstream: Any, a: Any, b: Any, *, axes: Contraction, narrow: Any, **_: Any
-) -> Any:
-    return _multiply(a, upstream, axes.of_weight, narrow, b.aval.dtype)
-
-
-def _batched(
-    values: tuple, at: tuple, *, axes: Contraction, narrow: Any, dtype: Any
-) -> tuple[Any, int]:
-    """Adds an axis, which gets a letter of its own."""
-    used = axes.inputs + axes.weight
-    letter = next(x for x in string.ascii_letters if x not in used)
-    sides = [
-        side if place is None else side[:place] + letter + side[place:]
-        for side, place in zip((axes.inputs, axes.weight), at, strict=True)
-    ]
-    more = Contraction(sides[0], sides[1], letter + axes.outputs)
-    return _multiply(values[0], values[1], more, narrow, dtype), 0
-
-
-_product.def_impl(jax.jit(_computed, static_argnames=_HOW))
-_product.def_abstract_eval(_abstract)
-ad.defbilinear(_product, _of_first, _of_second)
-batching.primitive_batchers[_product] = _batched
-mlir.register_lowering(
-    _product, mlir.lower_fun(_computed, multiple_results=False)
-)

@@ -16,16 +16,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from tfmix._keras import (
-    context_values,
-    kernels,
-    tapes,
-    tracing,
-)
+from tfmix._keras import context, kernels, tapes
 from tfmix.ops import tensors
-from tfmix.ops.contraction import Contraction
 
 # Computes a result from a tensor and a weight of the same dtype.
 Function = Callable[[Any, Any], Any]
@@ -42,46 +37,70 @@ _wide = functools.partial(tensors.cast, dtype=tf.float32)
 
 
 def contracted(
-    function: Function, inputs: Any, weight: Any, copy: Any, axes: Contraction
+    function: Function, inputs: Any, weight: Any, copy: Any, by_rows: bool
 ) -> Any:
-    """Computes a product of matrices, which sums `axes`."""
-    in_loop = context_values.block.get().in_loop
+    """Computes a product of matrices.
 
-    def of_weight(inputs: Any, upstream: Any, _: Any) -> Any:
-        is_half = inputs.dtype == tf.float16
+    `by_rows` says that the weight is a matrix, which each row is multiplied by.
+    """
+    if not by_rows:
+        return _product(function, inputs, weight, copy, 0)
+    in_loop = context.block.get().in_loop
+
+    def of_weight(inputs: Any, upstream: Any, narrow: Any) -> Any:
+        rows = [
+            tf.reshape(x, (-1, n)) if x.shape.rank != 2 else x
+            for x, n in zip((inputs, upstream), narrow.shape, strict=True)
+        ]
         # In a loop, XLA would write the float32 result and read it again in
         # every step.
-        if is_half and tracing.by_xla() and not in_loop:
-            return _wide_product(inputs, upstream, axes.of_weight)
-        sizes = dict(zip(axes.outputs, _shape(upstream), strict=True))
-        count = math.prod(sizes[x] for x in axes.free)
-        multiply = functools.partial(_product, axes=axes.of_weight)
-        return _summed(multiply, [inputs, upstream], count)
+        if inputs.dtype == tf.float16 and context.by_xla() and not in_loop:
+            return _wide_product(*rows)
+        return _summed(_of_rows, rows, _shape(rows[0])[0])
 
-    return _with_gradient(function, inputs, weight, copy, of_weight)
+    def of_inputs(upstream: Any, narrow: Any) -> Any:
+        return tf.matmul(upstream, narrow, transpose_b=True)
+
+    return _with_gradient(function, inputs, weight, copy, of_weight, of_inputs)
 
 
-def convolved(
-    function: Function, inputs: Any, weight: Any, copy: Any, positions: Callable
+def _of_rows(a: Any, b: Any) -> Any:
+    # In eager mode `tf.matmul` takes longer.
+    return tf.raw_ops.MatMul(a=a, b=b, transpose_a=True)
+
+
+def convolved(function: Function, inputs: Any, weight: Any, copy: Any) -> Any:
+    """Computes a convolution."""
+    # XLA divides in the kernel that computes the incoming gradient. The inputs
+    # were computed long before.
+    divided = int(context.by_xla())
+    return _product(function, inputs, weight, copy, divided)
+
+
+def _product(
+    function: Function, inputs: Any, weight: Any, copy: Any, divided: int
 ) -> Any:
-    """Computes a convolution.
-
-    `positions` returns how many positions are summed, for the shapes of the
-    inputs and the result.
-    """
+    """Computes a product; float16 divides the factor `divided` (`_summed`)."""
 
     def multiplied(inputs: Any, upstream: Any, narrow: Any) -> Any:
         return _pulled(lambda w: function(inputs, w), narrow, upstream)
 
     def of_weight(inputs: Any, upstream: Any, narrow: Any) -> Any:
-        count = positions(_shape(inputs), _shape(upstream))
         factors = [inputs, upstream, narrow]
-        # XLA divides in the kernel that computes the incoming gradient. The
-        # inputs were computed long before.
-        divided = int(tracing.by_xla())
+        sizes = [*map(_size, factors)]
+        # This is so if each number of the weight is in as many products as each
+        # number of both other factors.
+        count = (sizes[0] * sizes[1] / sizes[2]) ** 0.5
         return _summed(multiplied, factors, count, divided=divided)
 
     return _with_gradient(function, inputs, weight, copy, of_weight)
+
+
+def _size(tensor: Any) -> Any:
+    number = tensor.shape.num_elements()
+    if number is None:
+        return tf.cast(tf.size(tensor), tf.float32)
+    return float(max(number, 1))
 
 
 def multiplied(function: Function, inputs: Any, weight: Any, copy: Any) -> Any:
@@ -94,32 +113,43 @@ def multiplied(function: Function, inputs: Any, weight: Any, copy: Any) -> Any:
 
 
 def added(
-    function: Function, inputs: Any, weight: Any, copy: Any, sign: int
+    function: Function, inputs: Any, weight: Any, copy: Any, signs: Sequence
 ) -> Any:
-    """Computes a sum with a term, such as a bias, that has a sign."""
+    """Computes a sum with a term, such as a bias; each has a sign."""
+
+    def of_inputs(upstream: Any, _: Any) -> Any:
+        if upstream.shape != inputs.shape:
+            total = _of_term(_wide(upstream), inputs)
+            upstream = tensors.cast(total, inputs.dtype)
+        return upstream if signs[0] > 0 else -upstream
 
     def of_weight(_: Any, upstream: Any, narrow: Any) -> Any:
         if _adds_rows(weight, upstream):
             total = _row_sum(upstream, narrow)
         else:
             total = _of_term(_wide(upstream), weight)
-        return -total if sign < 0 else total
+        return total if signs[1] > 0 else -total
 
-    return _with_gradient(function, inputs, weight, copy, of_weight)
+    return _with_gradient(function, inputs, weight, copy, of_weight, of_inputs)
 
 
 def _of_term(upstream: Any, term: Any) -> Any:
     """Returns the gradient of a term of a sum that may have repeated it."""
-    axes: Any
-    if term.shape.is_fully_defined():
-        more = upstream.shape.rank - term.shape.rank
-        repeated = [more + n for n, size in enumerate(term.shape) if size == 1]
-        axes = [*range(more), *repeated]
+    shape, axes = term.shape, None
+    if shape.is_fully_defined():
+        more = upstream.shape.rank - shape.rank
+        sizes = enumerate(shape.as_list(), more)
+        repeated = [n for n, size in sizes if size == 1]
+        # A list would first become a tensor.
+        axes = np.array([*range(more), *repeated], "int32")
+        if not repeated:
+            return tf.raw_ops.Sum(input=upstream, axis=axes)
     else:
         axes, _ = tf.raw_ops.BroadcastGradientArgs(
             s0=tf.shape(term), s1=tf.shape(upstream)
         )
-    return tf.reshape(tf.reduce_sum(upstream, axes), _shape(term))
+    total = tf.raw_ops.Sum(input=upstream, axis=axes)
+    return tf.reshape(total, _shape(term))
 
 
 def _adds_rows(weight: Any, upstream: Any) -> bool:
@@ -128,7 +158,7 @@ def _adds_rows(weight: Any, upstream: Any) -> bool:
     while sizes[:1] == [1]:
         sizes = sizes[1:]
     is_row = len(known) > len(sizes) > 0 and known[-len(sizes) :] == sizes
-    return is_row and tracing.by_gpu_kernels(upstream)
+    return is_row and context.by_gpu_kernels(upstream)
 
 
 def _row_sum(upstream: Any, narrow: Any) -> Any:
@@ -162,7 +192,7 @@ def _summed(
             are of order one, because no scaling helps the forward pass, and
             lose fewer digits than the incoming gradient.
     """
-    if not (tracing.by_xla() or tracing.for_gpu(factors[0])):
+    if not (context.by_xla() or context.for_gpu(factors[0])):
         return multiplied(*map(_wide, factors))
     if factors[0].dtype != tf.float16:
         return _wide(multiplied(*factors))
@@ -175,7 +205,7 @@ def _summed(
 def enlarged(tensor: Any, power: Any) -> Any:
     """Multiplies the gradient of a weight by a power of two."""
     result = tensor * power
-    if not (tf.executing_eagerly() or tracing.by_xla()):
+    if not (tf.executing_eagerly() or context.by_xla()):
         # If nothing is added to it, the gates multiply only once.
         tensors.put_note(result, _PARTS, (tensor, power))
     return result
@@ -189,7 +219,7 @@ def parts(gradient: Any) -> tuple[Any, Any]:
 
 def _root_of_two(count: Any) -> Any:
     """Returns a power of two of about the square root of a count."""
-    if isinstance(count, int):
+    if isinstance(count, int | float):
         return 2.0 ** math.ceil(math.log(max(count, 1), 4))
     halves = tf.math.log(tf.cast(count, tf.float32)) / math.log(4.0)
     return 2.0 ** tf.math.ceil(tf.maximum(halves, 0.0))
@@ -202,15 +232,26 @@ def _reciprocal(power: Any, dtype: Any) -> Any:
 
 
 def _with_gradient(
-    function: Function, inputs: Any, weight: Any, copy: Any, of_weight: Gradient
+    function: Function,
+    inputs: Any,
+    weight: Any,
+    copy: Any,
+    of_weight: Gradient,
+    of_inputs: Function | None = None,
 ) -> Any:
     """Returns a result with TensorFlow's own gradient, but for the weight.
 
     Who walks through a graph or replaces gradients meets the operations of the
-    forward pass.
+    forward pass. In eager mode each operation more takes as long as one of a
+    small model, so where the other gradient is known, too, one record has both.
     """
-    if tf.executing_eagerly() and not tapes.reach(weight):
-        return function(inputs, copy)
+    if tf.executing_eagerly():
+        if not tapes.reach(weight):
+            return function(inputs, copy)
+        if of_inputs is not None:
+            return _recorded(
+                function, inputs, weight, copy, of_weight, of_inputs
+            )
     # The gradient of a branch can only use what the branch has captured.
     inputs, weight = tapes.local(inputs), tapes.local(weight)
     with tapes.unrecorded():
@@ -228,6 +269,30 @@ def _with_gradient(
 
     sources = [result, inputs, weight]
     (result,) = tapes.replaced([result], sources, [], of_all)
+    return result
+
+
+def _recorded(
+    function: Function,
+    inputs: Any,
+    weight: Any,
+    copy: Any,
+    of_weight: Gradient,
+    of_inputs: Function,
+) -> Any:
+    is_asked = tapes.reach(inputs)
+    with tapes.unrecorded():
+        result = function(inputs, copy)
+
+    def of_both(upstream: Any) -> list:
+        narrow = copy
+        if tapes.is_recorded():
+            # The gradient of this one needs to know the weight.
+            narrow = tensors.cast(weight, copy.dtype)
+        of_first = of_inputs(upstream, narrow) if is_asked else None
+        return [of_first, of_weight(inputs, upstream, narrow)]
+
+    tapes.record_as([result], [inputs, weight], of_both)
     return result
 
 
@@ -251,39 +316,19 @@ def _pulled(function: Callable[[Any], Any], at: Any, upstream: Any) -> Any:
     )
 
 
-def _wide_product(a: Any, b: Any, axes: Contraction) -> Any:
-    """Multiplies 16-bit factors; the result is float32 (XLA)."""
+def _wide_product(a: Any, b: Any) -> Any:
+    """Multiplies the columns of 16-bit matrices; returns float32 (XLA)."""
 
     def of_both(upstream: Any) -> list:
         narrow = tensors.cast(upstream, a.dtype)
-        of_a = _product(narrow, b, axes.of_inputs)
-        return [of_a, _product(a, narrow, axes.of_weight)]
+        return [tf.matmul(b, narrow, transpose_b=True), tf.matmul(a, narrow)]
 
     with tapes.unrecorded():
-        result = kernels.product_in_float32(a, b, *axes.positions)
-        order = axes.order
-        result = tf.transpose(result, [order.index(x) for x in axes.outputs])
+        result = kernels.product_in_float32(a, b)
     if tapes.is_recorded():
         # TensorFlow's own gradient takes the float32 result for 16-bit.
         (result,) = tapes.replaced([result], [a, b], [], of_both)
     return result
-
-
-def _product(a: Any, b: Any, axes: Contraction) -> Any:
-    """Multiplies two tensors of one dtype, and returns that."""
-    sides = axes.inputs, axes.weight, axes.outputs
-    if axes.is_product and all(len(side) == 2 for side in sides):
-        # In eager mode an `Einsum` takes three times as long.
-        if axes.outputs != axes.order:
-            a, b, axes = b, a, Contraction(*sides[1::-1], axes.outputs)
-        return tf.raw_ops.MatMul(
-            a=a,
-            b=b,
-            transpose_a=axes.inputs[0] == axes.summed,
-            transpose_b=axes.weight[1] == axes.summed,
-        )
-    equation = f"{axes.inputs},{axes.weight}->{axes.outputs}"
-    return tf.raw_ops.Einsum(inputs=[a, b], equation=equation)
 
 
 def _shape(tensor: Any) -> list:
