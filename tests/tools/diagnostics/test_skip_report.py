@@ -55,8 +55,8 @@ def cause(line):
     return lambda make: CAUSES.setdefault(make.__name__, (make, line))
 
 
-def stack(*layers):
-    with global_policy.policy_scope("mixed_float16"):
+def stack(*layers, policy="mixed_float16"):
+    with global_policy.policy_scope(policy):
         model = keras.Sequential([keras.Input((2,)), *(x() for x in layers)])
     model.compile(scaling.LossScaleOptimizer("sgd", 4.0), "mse")
     return model
@@ -100,6 +100,21 @@ def times():
 def a_layer_that_overflows(data):
     data["x"][:] = 300.0
     return stack(times, dense)
+
+
+def mean_of_the_positive():
+    def mean(x):
+        kept = keras.ops.cast(x > 0, x.dtype)
+        kept = kept / keras.ops.sum(kept, axis=-1, keepdims=True)
+        return keras.ops.sum(x * kept, axis=-1, keepdims=True)
+
+    return keras.layers.Lambda(mean, name="mean")
+
+
+@cause("the output of layer 'mean' is not finite; `tfmix.check(model, x, y)`")
+def a_quotient_of_zeros_which_float32_does_not_mend(data):
+    data["x"][:] = -1.0
+    return stack(mean_of_the_positive, dense, policy="mixed_bfloat16")
 
 
 @cause(

@@ -170,10 +170,12 @@ def _of_layer(bad: _Bad, data: Mapping[str, Any], largest: float) -> Cause:
     where = ""
     if targets > largest:
         where = f" (targets reach {targets:.3g}, float16 ends at {largest:g})"
+    # Where bfloat16 overflows, float32 does, too.
+    in_float16 = math.isfinite(largest)
+    advice = 'give it `dtype="float32"`' if in_float16 else verdicts.CHECK
     return Cause(
         f"layer {bad.layer}",
-        f"the output of layer {bad.layer!r} is not finite{where}; give it "
-        '`dtype="float32"`',
+        f"the output of layer {bad.layer!r} is not finite{where}; {advice}",
     )
 
 
