@@ -38,7 +38,8 @@ def attach(layer: keras.Layer) -> None:
     if isinstance(layer, keras.Sequential):
         # Each of its layers casts its own inputs.
         _use_converter(layer, _pass_on)
-    elif layer.compute_dtype == "float32" or isinstance(
+    # A layer's own `compute_dtype` may need what its constructor sets later.
+    elif layer.dtype_policy.compute_dtype == "float32" or isinstance(
         layer, layers.DATA_LAYER
     ):
         _use_converter(layer, _recover)
