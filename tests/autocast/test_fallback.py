@@ -139,7 +139,6 @@ SPREAD = {
     "its own code": (Mixes, [], ["self"]),
     "any error": (lambda: Refuses(RuntimeError), [], ["self"]),
     "a KeyError": (lambda: Refuses(KeyError), [], ["self"]),
-    "an AttributeError": (lambda: Refuses(AttributeError), [], ["self"]),
     "products inside": (Block, ["dense"], ["self"]),
     "a model": (BlockModel, ["dense"], []),
     "of a float32 user": (lambda: Block(dtype="float32"), ["dense"], ["self"]),
@@ -256,14 +255,10 @@ class Names(layers.Layer):
         return x
 
 
-class NamesAlike(Names):
-    """Inherits the code that fails."""
-
-
 def test_a_cause_is_one_line_whatever_its_error_names(caplog):
     for _ in range(2):
         tfmix.set_global_policy("mixed_float16")
-        for kind in (Mixes, MixesAlike, Block, Names, NamesAlike):
+        for kind in (Mixes, MixesAlike, Block, Names):
             for name in "ab":
                 made = kind(name=name)
                 made(X)
@@ -474,12 +469,10 @@ FOLLOWING = {
     "dense": lambda x, y: layers.Dense(4)(y),
     "residual": lambda x, y: layers.Dense(4)(x + y),
     "normalization": lambda x, y: layers.LayerNormalization()(y),
-    "float32 dense": lambda x, y: layers.Dense(4, dtype="float32")(y),
     "float32 residual": lambda x, y: layers.Add(dtype="float32")([x, y]),
     "float32 behind an op": lambda x, y: layers.Dense(4, dtype="float32")(
         x * ops.mean(y, 1, keepdims=True)
     ),
-    "outer": lambda x, y: layers.Dense(4)(Outer()(x)),
     "outer that adds": lambda x, y: layers.Dense(4)(Outer(adds=True)(x)),
     "block": lambda x, y: Block()(y),
 }
@@ -512,13 +505,10 @@ def test_a_layer_that_fell_back_predicts_the_same_once_loaded(
 
 STAY = {
     "Dropout": [0.5],
-    "SpatialDropout1D": [0.5],
     "AlphaDropout": [0.5],
-    "GaussianDropout": [0.5],
     "GaussianNoise": [0.5],
     "LSTM": [4],
     "GRU": [4],
-    "SimpleRNN": [4],
     "ConvLSTM1D": [4, 3],
 }
 

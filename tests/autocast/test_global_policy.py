@@ -91,14 +91,6 @@ def test_a_scope_restores_what_was_there_on_entering():
     assert new_layer_policy() == "mixed_bfloat16"
 
 
-def test_scopes_nest():
-    with state.policy_scope("mixed_float16"):
-        with state.policy_scope("float32"):
-            assert new_layer_policy() == "float32"
-        assert new_layer_policy() == "mixed_float16"
-    assert new_layer_policy() == "float32"
-
-
 def test_a_scope_decorates_a_function():
     @state.policy_scope("mixed_bfloat16")
     def make():
@@ -251,11 +243,6 @@ def test_rules_come_and_go_with_the_policy():
     assert context.installed.rules == rules
     state.set_global_policy("float32")
     assert not context.installed.rules
-
-
-def test_a_scope_holds_in_its_own_thread():
-    with state.policy_scope("mixed_float16"):
-        assert in_thread(new_layer_policy) == "float32"
 
 
 def test_a_float32_scope_has_no_op_rules_of_the_policy_around_it():

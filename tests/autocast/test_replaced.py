@@ -129,15 +129,6 @@ def test_float32_from_the_start_touches_nothing():
     assert (keras.Layer.__init__, keras.Model.compile) == (hooked, compiled)
 
 
-def test_two_policies_one_after_the_other_hook_once():
-    global_policy.set_global_policy("mixed_float16")
-    places = replacing.replaced()
-    hooked = keras.Layer.__init__
-    global_policy.set_global_policy("mixed_bfloat16")
-    assert replacing.replaced() == places
-    assert keras.Layer.__init__ is hooked
-
-
 @pytest.mark.costly
 def test_the_layer_constructor_keeps_its_signature():
     before = keras.Layer.__init__
@@ -193,13 +184,6 @@ def test_a_scope_that_ends_in_an_error_leaves_only_compile(monkeypatch):
     # What ops need stays until the next policy is set.
     replacing.install(())
     assert replacing.replaced() == before
-
-
-def test_a_replacement_is_made_when_it_is_called():
-    made = []
-    ours = replacing.under("rule", made.append)(print)
-    assert ours() is None
-    assert not made
 
 
 def test_float32_ends_the_watch_and_the_next_policy_begins_it():

@@ -141,11 +141,19 @@ def select(condition: Any, new: Any, old: Any) -> Any:
 
     Args:
         condition: Where it is true, `new` is returned.
-        new: A number or a tensor.
+        new: A number, a tensor or a named tuple of them.
         old: The same. Both may be anything if the condition is known.
     """
     if is_known(condition):
         return new if condition else old
+    return keras.tree.map_structure(
+        functools.partial(_select, condition), new, old
+    )
+
+
+def _select(condition: Any, new: Any, old: Any) -> Any:
+    if new is old:
+        return old
     if keras.backend.backend() == "tensorflow":
         return _where(condition, new, old)
     if not condition.shape and _is_alike(new, old):

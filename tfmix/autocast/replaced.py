@@ -22,14 +22,7 @@ from typing import Any, NamedTuple
 
 import keras
 
-from tfmix._keras import (
-    context,
-    custom_vjp,
-    layers,
-    op_places,
-    replacing,
-    tapes,
-)
+from tfmix._keras import context, layers, op_places, replacing, tapes
 from tfmix._keras import variables as keras_variables
 from tfmix._keras.replacing import COMPILE, LAYERS, OPS
 from tfmix.autocast import bare_optimizers, global_policy, layer_calls, record
@@ -68,6 +61,12 @@ if keras.backend.backend() == "tensorflow":
     _OF_BACKEND: tuple[Replaced, ...] = (
         Replaced(
             OPS,
+            "A user's gradient runs under the settings of the layer's call.",
+            tapes.CUSTOM,
+            replacing.lazily(_of_user),
+        ),
+        Replaced(
+            OPS,
             "A tape may watch the 16-bit copy of a tensor.",
             tapes.WATCH,
             replacing.lazily(tensors.watching),
@@ -86,14 +85,14 @@ if keras.backend.backend() == "tensorflow":
         ),
     )
 else:
-    from tfmix.ops import jax_custom_gradients
+    from tfmix.gradient_scaling import gates_jax
 
     _OF_BACKEND = (
         Replaced(
             OPS,
             "A user's gradient function in a model gets unscaled gradients.",
-            custom_vjp.PLACES,
-            replacing.lazily(jax_custom_gradients.unscaled),
+            tapes.CUSTOM,
+            replacing.lazily(gates_jax.of_users),
         ),
     )
 
@@ -142,12 +141,6 @@ LIST = (
             (wrapper.OptimizerWrapper, "apply"),
         ],
         _under_policy(bare_optimizers.make_apply),
-    ),
-    Replaced(
-        OPS,
-        "A user's gradient runs under the settings of the layer's call.",
-        recomputation.PLACES,
-        replacing.lazily(_of_user),
     ),
     *_OF_BACKEND,
     Replaced(

@@ -25,9 +25,9 @@ from jax import numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad, batching, mlir
 
-from tfmix._keras import context, kernels
+from tfmix._keras import context, kernels, tapes
 from tfmix.gradient_scaling import power
-from tfmix.ops import jax_products
+from tfmix.ops import jax_products, tensors
 
 # The factor that second derivatives are divided by where they leave. A passing
 # gradient lies in the upper half of float16's range: if it belongs to a penalty
@@ -98,17 +98,47 @@ class Gates:
         """
         return bool(context.transformation() == self._state)
 
-    def unscaled(self, function: Callable, arrays: Sequence) -> tuple:
+    def unscaled(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Calls a function of the user's, whose gradients are unscaled.
 
-        Args:
-            function: Takes the arrays; returns a tuple of float arrays.
-            arrays: Float arrays.
+        It computes in float32. Its results have the dtypes they would have.
         """
-        out = _Gate(False, (True,) * len(arrays))
-        made = function(*self._pass(out, arrays))
-        back = _Gate(True, (True,) * len(made))
-        return self._pass(back, made)
+        shaped = jax.eval_shape(lambda: function(*args, **kwargs))
+        leaves, form = jax.tree.flatten((args, kwargs))
+        places = [n for n, x in enumerate(leaves) if _is_array(x)]
+        wide = [tensors.to_float32(leaves[n]) for n in places]
+        unscaled = self._pass(_Gate(False, (True,) * len(wide)), wide)
+        for n, x in zip(places, unscaled, strict=True):
+            leaves[n] = x
+        args, kwargs = jax.tree.unflatten(form, leaves)
+        made = jax.tree.leaves(function(*args, **kwargs))
+        made = self._pass(_Gate(True, (True,) * len(made)), made)
+        shapes, form = jax.tree.flatten(shaped)
+        narrow = [x.astype(y.dtype) for x, y in zip(made, shapes, strict=True)]
+        return jax.tree.unflatten(form, narrow)
+
+
+def of_users(original: Callable) -> Callable:
+    """Returns the method that calls a `custom_vjp`; `original` is JAX's.
+
+    Its gradient need not grow with what comes in: it may clip, or take the
+    sign. In a float16 model it gets what float32 would give it.
+    """
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        run = functools.partial(original, self)
+        gates = context.block.get().gates
+        if gates is None or tapes.is_linear(tapes.users_function(self)):
+            return run(*args, **kwargs)
+        # What it calls has no say in its gradient.
+        with context.holding(gates=None):
+            if gates.reach():
+                return gates.unscaled(run, args, kwargs)
+            tapes.say_scaled()
+            return run(*args, **kwargs)
+
+    return call
 
 
 class _Gate(NamedTuple):
@@ -300,6 +330,10 @@ batching.primitive_batchers[_gate] = _batched
 
 def _is_float(value: Any) -> bool:
     return bool(jnp.issubdtype(value.dtype, jnp.inexact))
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, tensors.ARRAYS) and _is_float(leaf)
 
 
 def _times(factor: Any, arrays: Sequence, lost: Any = None) -> list:

@@ -31,21 +31,7 @@ from tfmix.step import finite
 _LARGE = 2.0**64
 
 
-class _Function:
-    """The function that is traced now, or eager code."""
-
-    def __init__(self) -> None:
-        self._function = tapes.function()
-
-    def reach(self) -> bool:
-        """Returns whether the running code knows the power of a gradient.
-
-        The gradient of another function is traced before the power is known.
-        """
-        return bool(tapes.function() == self._function)
-
-
-class Gates(_Function):
+class Gates:
     """The gates of one call.
 
     Args:
@@ -55,7 +41,6 @@ class Gates(_Function):
     """
 
     def __init__(self, place: Any, overwritten: Collection[int]) -> None:
-        super().__init__()
         self._place, self._overwritten = place, overwritten
         self._tensors: list = []
         self._variables: Callable[[], list] = list
@@ -78,7 +63,7 @@ class Gates(_Function):
         watched = [*filter(tapes.reach, self._tensors)]
         with (
             tapes.variables_read() as self._variables,
-            context.holding(gates=self),
+            context.holding(gates=tapes.function()),
             _recording(self._tape, watched),
         ):
             yield
@@ -142,6 +127,8 @@ def _between(
 
     def gradient(is_asked: Sequence, *upstream: Any) -> list:
         """Returns the gradients of the tensors, then of the variables."""
+        # A `tf.gather` of a result sends rows.
+        upstream = tuple(map(tf.convert_to_tensor, upstream))
         with _as_written():
             by = power.of(upstream[:count], upstream[count:], place)
             scaled = [_times(by.up, each) for each in upstream]
@@ -151,7 +138,7 @@ def _between(
         sources = [*itertools.compress(tensors, is_asked), *handles]
         with (
             # A recomputed layer calls users' functions now.
-            context.holding(power=by, gates=_Function()),
+            context.holding(power=by, gates=tapes.function()),
             _recording(tape if again else None, scaled),
         ):
             if tape is None:

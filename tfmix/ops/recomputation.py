@@ -18,13 +18,12 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import context, custom_vjp, tapes
+from tfmix._keras import context, tapes
 from tfmix.ops import tensors
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 
-PLACES = tapes.CUSTOM
 # Opens a block with the replacements of a call.
 Block = Callable[[], Any]
 
@@ -42,14 +41,14 @@ def alike(original: Callable, block_as_now: Callable[[], Block]) -> Callable:
     @functools.wraps(original)
     def record(f: Callable, args: Any, kwargs: Any) -> Any:
         block, now = block_as_now(), context.block.get()
-        is_linear = custom_vjp.is_linear(f)
+        is_linear = tapes.is_linear(f)
         # What it calls has no say in its gradient, unless that runs now.
         runs_again = is_linear and now.power is not None
         within = now.gates if runs_again else None
         is_users = now.gates is not None and not is_linear
-        unscales = is_users and now.gates.reach()
+        unscales = is_users and now.gates == tapes.function()
         if is_users and not unscales:
-            custom_vjp.say_scaled()
+            tapes.say_scaled()
 
         @functools.wraps(f)
         def function(*args: Any, **kwargs: Any) -> tuple[Any, Callable]:

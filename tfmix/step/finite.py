@@ -154,8 +154,9 @@ def apply_step(
     summed = replicas.sum_gradients(grads, variables)
     with (
         replicas.one_replica([*assigned, *counters], optimizer),
-        # Gradients are float32 from here on: the rules of a model's step would
-        # only cost time.
+        # Gradients are float32 from here on, and an optimizer computes in the
+        # dtypes of its variables: the rules of a model's step would only cost
+        # time, and check the gradients again.
         context.holding(rules=context.NO_RULES),
     ):
         true = unscaled(summed, variables, scale)
@@ -188,14 +189,11 @@ def apply_if_finite(
     """
     bad = _bad_of_step(list(grads))
     applied = _known(ops.logical_not(ops.any(bad)))
-    # An optimizer computes in the dtypes of its variables: the rules of a
-    # model's step only cost time here, and would check the gradients again.
-    with context.holding(rules=context.NO_RULES):
-        if _is_selected(applied):
-            with keras_variables.selecting(applied, variables):
-                update()
-        else:
-            _branch(applied, update, None)
+    if _is_selected(applied):
+        with keras_variables.selecting(applied, variables):
+            update()
+    else:
+        _branch(applied, update, None)
     return applied, bad
 
 
@@ -304,39 +302,32 @@ def unscaled(grads: Sequence, variables: Sequence, scale: Any = None) -> list:
     def reciprocal(dtype: Any) -> Any:
         return 1.0 / ops.cast(scale, dtype)
 
-    def divided(tensor: Any) -> Any:
+    result, kept = list(grads), map(keras_variables.is_overwritten, variables)
+    rest = [n for n, is_kept in enumerate(kept) if not is_kept]
+    rest = [n for n in rest if grads[n] is not None]
+    wide = [*map(tensors.to_float32, [values(grads[n]) for n in rest])]
+    for n, tensor in zip(rest, wide, strict=True):
         # XLA repeats a product in every kernel that reads it, where a division
         # gets a kernel and a tensor of its own. It is exact for powers of two;
         # otherwise the product rounds once more.
-        return tensor * reciprocal(tensor.dtype)
-
-    def true(gradient: Any) -> Any:
-        wide = _on_values(tensors.to_float32, gradient)
-        return wide if scale is None else _on_values(divided, wide)
-
-    kept = [*map(keras_variables.is_overwritten, variables)]
-    return [
-        gradient if gradient is None or is_kept else true(gradient)
-        for gradient, is_kept in zip(grads, kept, strict=True)
-    ]
+        true = tensor if scale is None else tensor * reciprocal(tensor.dtype)
+        result[n] = _with_values(grads[n], true)
+    return result
 
 
 def without_infinities(tensor: Any) -> Any:
     """Returns a float tensor, dense or sparse, with NaN for infinity."""
-    return _on_values(
-        lambda values: ops.where(ops.isfinite(values), values, float("nan")),
-        tensor,
-    )
+    found = values(tensor)
+    found = ops.where(ops.isfinite(found), found, float("nan"))
+    return _with_values(tensor, found)
 
 
-def _on_values(function: Callable[[Any], Any], tensor: Any) -> Any:
+def _with_values(tensor: Any, new: Any) -> Any:
     if values(tensor) is tensor:
-        return function(tensor)
+        return new
     if keras.backend.backend() == "jax":
-        parts = function(tensor.data), tensor.indices
-        return type(tensor)(parts, shape=tensor.shape)
-    found = function(tensor.values)
-    return type(tensor)(found, tensor.indices, tensor.dense_shape)
+        return type(tensor)((new, tensor.indices), shape=tensor.shape)
+    return type(tensor)(new, tensor.indices, tensor.dense_shape)
 
 
 def keep_overflow_visible(gradients: Sequence) -> list[bool]:

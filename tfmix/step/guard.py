@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
-from keras import ops, tree
+from keras import ops
 
 from tfmix import _arguments
 from tfmix._keras import context, files, layers, optimizers, training
@@ -33,8 +33,7 @@ def guard(model: keras.Model) -> keras.Model:
     and each metric gets its old value back, except dropout's seeds. In your own
     `train_step` this includes weights that no optimizer gets, such as averages
     of others. The step's logs are those of the metrics without it. If no step
-    was applied since the metrics were reset, they are the skipped batch's own,
-    or NaN if these are not finite.
+    was applied since the metrics were reset, they are the skipped batch's own.
 
     If your own `train_step` calls no `apply`, or several of which only some
     skip, statistics and metrics that were finite stay finite.
@@ -262,36 +261,36 @@ class _Guard:
             read = step.counter.read if step.counter else list
             counts = read()
             logs = original(*args, **kwargs)
-            after = read()
-        return self._put_back(step, step.outcome(counts, after), before, logs)
+            outcome = step.outcome(counts, read())
+            return self._put_back(step, outcome, before, logs)
 
     def _on_jax(self, original: Callable, *args: Any, **kwargs: Any) -> tuple:
         model = self._model
         with self._step(self._watched()) as step:
             logs, after = original(*args, **kwargs)
-        order = training.STEP_ON_JAX
-        state = layers.argument(order, args, kwargs, "state")
-        groups = (
-            model.trainable_variables,
-            model.non_trainable_variables,
-            model.optimizer.variables,
-            model.metrics_variables,
-        )
-        mapping: list = []
-        before: dict[int, Any] = {}
-        for group, new, old in zip(groups, after, state, strict=True):
-            mapping += zip(group, new, strict=True)
-            before |= zip(map(id, group), old, strict=True)
+            order = training.STEP_ON_JAX
+            state = layers.argument(order, args, kwargs, "state")
+            groups = (
+                model.trainable_variables,
+                model.non_trainable_variables,
+                model.optimizer.variables,
+                model.metrics_variables,
+            )
+            mapping: list = []
+            before: dict[int, Any] = {}
+            for group, new, old in zip(groups, after, state, strict=True):
+                mapping += zip(group, new, strict=True)
+                before |= zip(map(id, group), old, strict=True)
 
-        skips = getattr(model.optimizer, "skips", None)
-        counters = [optimizers.applies(model.optimizer)]
-        counters += [] if skips is None else [skips]
-        with keras.StatelessScope(state_mapping=mapping) as scope:
-            value = scope.get_current_value
-            counts = [before[id(counter)] for counter in counters]
-            outcome = step.outcome(counts, [*map(value, counters)])
-            logs = self._put_back(step, outcome, before, logs)
-        return logs, tuple([*map(value, group)] for group in groups)
+            skips = getattr(model.optimizer, "skips", None)
+            counters = [optimizers.applies(model.optimizer)]
+            counters += [] if skips is None else [skips]
+            with keras.StatelessScope(state_mapping=mapping) as scope:
+                value = scope.get_current_value
+                counts = [before[id(counter)] for counter in counters]
+                outcome = step.outcome(counts, [*map(value, counters)])
+                logs = self._put_back(step, outcome, before, logs)
+            return logs, tuple([*map(value, group)] for group in groups)
 
     @contextlib.contextmanager
     def _step(self, watched: Iterable) -> Iterator[Step]:
@@ -367,30 +366,18 @@ class _Guard:
         """Returns the logs of a step: the metrics without a skipped one.
 
         If no step was applied since the reset, these are the skipped batch's
-        own results, or NaN if one of these is not finite.
+        own results.
         """
         results = self._model.get_metrics_result()
         if not (isinstance(logs, dict) and isinstance(results, dict)):
             return logs
         own = {name: logs[name] for name in logs if name in results}
         without = {name: results[name] for name in own}
-        # One that is not finite belongs to a skipped batch.
-        has_own = ops.logical_or(stays, finite.all_finite(own))
         if counts := self._counts():
             # No step was applied since the reset.
             empty = [ops.equal(count, 0) for count in counts]
             stays = ops.logical_or(stays, ops.all(ops.stack(empty)))
-
-        def chosen(own: Any, without: Any) -> Any:
-            # Outside of compiled steps, Keras 3.12 has made numbers of them.
-            own = ops.convert_to_tensor(own)
-            if finite.is_float(own):
-                # This is NaN in a skipped step, and no other makes one.
-                share = ops.cast(has_own, own.dtype)
-                own = ops.where(has_own, own, 0.0) / share
-            return ops.where(stays, own, without)
-
-        return logs | tree.map_structure(chosen, own, without)
+        return logs | keras_variables.select(stays, own, without)
 
     def _metrics_result(self, original: Callable) -> Any:
         """Hides metrics that skipped steps left empty at the end of an epoch.
@@ -398,6 +385,8 @@ class _Guard:
         Keras then uses the last step's logs, as it does for other keys.
         """
         results = original()
+        if current_step() is not None:
+            return results
         counts = [*map(keras_variables.host_value, self._counts())]
         # They are not known in a function that is being compiled.
         is_empty = all(count is not None and count == 0 for count in counts)

@@ -10,8 +10,6 @@ import tfmix
 from benchmarks import compiled_steps, compiled_tensorflow, overhead
 from tests import helpers
 from tests.tools.hardware.programs import skip_without
-from tfmix._keras import context, kernels
-from tfmix.step import finite
 from tfmix.tools.hardware import compiled_text, compilers
 from tfmix.tools.hardware import target as targets
 
@@ -134,19 +132,6 @@ def test_sparse_gradients_are_checked_without_a_loop():
     assert found["tfmix"].conditionals == 0
     # A loop would launch kernels for each of 1024 rows.
     assert found["tfmix"].kernels <= found["bare"].kernels + 20
-
-
-def test_a_separate_check_per_gradient_is_caught(monkeypatch):
-    if keras.backend.backend() == "tensorflow":
-        monkeypatch.setattr(context, "by_xla", lambda: False)
-    else:
-        monkeypatch.setattr(
-            kernels, "not_finite_alike", kernels.VARIANTS["default"]
-        )
-        # JAX may have traced the other variant.
-        monkeypatch.setattr(finite, "_bad_of_step", finite.not_finite)
-    with pytest.raises(AssertionError, match="too many kernels"):
-        check(*compiled(FEW, "h200"), 7 + 10)
 
 
 def dense_and_batch_norm():

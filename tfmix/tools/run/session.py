@@ -20,7 +20,6 @@ import rich.console
 from tfmix import _messages
 from tfmix._keras import context, layers, replacing
 from tfmix.autocast import global_policy, layer_calls
-from tfmix.policy import names
 from tfmix.policy import policy as policies
 from tfmix.policy.devices import devices, suited_policy
 from tfmix.tools.run import report, steps
@@ -70,7 +69,7 @@ class _Layer:
 class _Session:
     def __init__(self, name: str, settings: Settings) -> None:
         self._settings, self._process = settings, os.getpid()
-        names.check(name)
+        policies.check_name(name)
         self._asked = name
         self._policy = policies.Policy(name)
         # The policies that the script sets itself, the latest at the end.

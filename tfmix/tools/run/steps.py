@@ -78,7 +78,7 @@ class Counter:
         elif skipped is not None:
             skipped = skipped.skipped_steps
         # A loop under JAX that writes nothing back has a count of its own.
-        is_unwritten = _ON_JAX and self.calls and not self._now()
+        is_unwritten = _ON_JAX and self.calls and self._now() == 0
         if skipped is None or (is_unwritten and not skipped):
             return None
         return int(skipped)
