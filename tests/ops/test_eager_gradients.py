@@ -71,18 +71,9 @@ def test_gradients_of_both_orders_are_those_of_float32(name):
         np.testing.assert_allclose(one, other, rtol=0.02, atol=2e-3)
 
 
-def test_a_taped_gradient_runs_few_operations():
-    tfmix.set_global_policy("mixed_float16")
-    inner = [layers.Dense(32) for _ in range(5)]
-    model = keras.Sequential([keras.Input((32,)), *inner])
-    x = tf.constant(RNG.normal(size=(8, 32)).astype("float32"))
-
-    def gradients():
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(model(x, training=True) ** 2)
-        return tape.gradient(loss, model.trainable_variables)
-
-    gradients()
+def operations(function):
+    """Counts the operations that a second call of a function runs."""
+    function()
     ran = collections.Counter()
 
     def note(kind, *_, **__):
@@ -90,10 +81,40 @@ def test_a_taped_gradient_runs_few_operations():
 
     op_callbacks.add_op_callback(note)
     try:
-        gradients()
+        function()
     finally:
         op_callbacks.remove_op_callback(note)
+    return ran
+
+
+def five_layers():
+    tfmix.set_global_policy("mixed_float16")
+    inner = [layers.Dense(32) for _ in range(5)]
+    return keras.Sequential([keras.Input((32,)), *inner])
+
+
+X = RNG.normal(size=(8, 32)).astype("float32")
+
+
+def test_a_taped_gradient_runs_few_operations():
+    model, x = five_layers(), tf.constant(X)
+
+    def gradients():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(x, training=True) ** 2)
+        return tape.gradient(loss, model.trainable_variables)
+
     # Keras's policy runs 64.
+    ran = operations(gradients)
     assert ran.total() <= 90, ran
     assert not ran["StopGradient"]
     assert not ran["BiasAddGrad"]
+
+
+def test_an_eager_step_of_fit_runs_few_operations():
+    model = five_layers()
+    model.compile("adam", "mse", run_eagerly=True)
+    model.train_on_batch(X, X)
+    # Keras's policy with its own scaler runs 453.
+    ran = operations(lambda: model.train_on_batch(X, X))
+    assert ran.total() <= 475, ran
