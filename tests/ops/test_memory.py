@@ -117,3 +117,16 @@ def train(model, x, weights=None):
     with tf.GradientTape() as tape:
         loss = keras.ops.sum(model(x, training=True))
     return tape.gradient(loss, model.trainable_variables)
+
+
+def test_a_note_dies_with_its_tensor():
+    class Value:
+        pass
+
+    value, tensor = Value(), keras.ops.ones(3)
+    tensors.put_note(tensor, tensors.COPY, value)
+    assert tensors.note(tensor) is value
+    left = weakref.ref(value)
+    del value, tensor
+    gc.collect()
+    assert left() is None

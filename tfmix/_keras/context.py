@@ -28,11 +28,14 @@ from keras.src.dtype_policies import dtype_policy
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
+
+    _TRACER: Any = None
 else:
     import jax
     import jax.extend.core
     from keras.src.backend.jax import trainer
 
+    _TRACER = jax.core.Tracer
     # Keras's trainer imported its own reference when Keras was imported.
     JIT = ((jax, "jit"), (trainer, "jit"))
 
@@ -337,9 +340,9 @@ def transformation() -> Any:
 
 def is_symbolic(tensor: Any) -> bool:
     """Returns whether a tensor's value is not known yet."""
-    if keras.backend.backend() == "tensorflow":
+    if _TRACER is None:
         return bool(tf.is_symbolic_tensor(tensor))
-    return isinstance(tensor, jax.core.Tracer)
+    return isinstance(tensor, _TRACER)
 
 
 def untouched(function: Function) -> Function:

@@ -448,9 +448,14 @@ def until_built(layer: keras.Layer, action: Callable) -> None:
     put(layer, FIRST_CALLED, check)
 
 
+def graph_of(model: keras.Layer) -> keras.Model | None:
+    """Returns the Functional model that a built Sequential runs."""
+    return getattr(model, "_functional", None)
+
+
 def results(model: keras.Layer) -> list:
     """Returns the symbolic results of a Functional or Sequential model."""
-    graph = getattr(model, "_functional", None) or model
+    graph = graph_of(model) or model
     return keras.tree.flatten(getattr(graph, "outputs", None) or [])
 
 

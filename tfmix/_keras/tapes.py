@@ -81,10 +81,10 @@ def may_be_asked() -> bool:
     """
     if keras.backend.backend() != "tensorflow":
         return True
-    if runs_forward():
-        return False
-    is_graph = not tf.executing_eagerly()
-    return is_recorded() or (is_graph and context.is_training())
+    is_taped = is_recorded()
+    if not is_taped and not tf.executing_eagerly():
+        is_taped = context.is_training()
+    return is_taped and not runs_forward()
 
 
 def traced_for_gradients(original: Callable) -> Callable:

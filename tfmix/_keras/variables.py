@@ -658,6 +658,15 @@ def is_float32(variable: keras.Variable) -> bool:
     return bool(variable._dtype == "float32")
 
 
+def dtype_read(variable: keras.Variable) -> str:
+    """Returns the dtype in which a layer reads a variable."""
+    # Keras's property normalizes names, which takes long for each op.
+    own, scope = str(variable._dtype), backend_variables.get_autocast_scope()
+    if scope is None or not variable._autocast or "float" not in own:
+        return own
+    return scope.dtype or own
+
+
 def narrow_dtype(variable: keras.Variable) -> str | None:
     """Returns the dtype to which a read casts a float32 variable, if 16-bit."""
     scope = backend_variables.get_autocast_scope()

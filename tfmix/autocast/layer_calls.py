@@ -28,6 +28,7 @@ _FINAL = "_tfmix_final"
 _FLOAT32 = policies.Policy("float32")
 # The dtypes of a user's code (`context.Block`).
 FLOAT32, SIXTEEN_BIT = "float32", "16 bit"
+_AS_AROUND = contextlib.nullcontext()
 # Larger whole numbers are not exact: 2 to the number of significant bits.
 _EXACT_UP_TO = {"float16": 2048, "bfloat16": 256}
 
@@ -37,7 +38,8 @@ def attach(layer: keras.Layer) -> None:
     if isinstance(layer, keras.Sequential):
         # Each of its layers casts its own inputs.
         _use_converter(layer, _pass_on)
-    elif layer.compute_dtype == "float32" or isinstance(
+    # A layer's own `compute_dtype` may need what its constructor sets later.
+    elif layer.dtype_policy.compute_dtype == "float32" or isinstance(
         layer, layers.DATA_LAYER
     ):
         _use_converter(layer, _recover)
@@ -185,16 +187,17 @@ class _LayerCall:
         return policy is not None and policy is layers.own_policy(self._layer)
 
     def run(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        to_float32_code = context.block.get().users_code == FLOAT32
+        around = context.block.get().users_code
         mode = kwargs.get("training") is True
         is_new = mode not in self._proven and not self.is_float32()
         outputs = self._run(original, args, kwargs, is_new)
         self._proven.add(mode)
-        if self._returns_16_bit():
+        # What most layers return is 16 bit as it is.
+        if not tensors.is_16_bit(outputs) and self._returns_16_bit():
             outputs = tensors.to_16_bit_with_notes(
                 outputs, self._layer.compute_dtype
             )
-        if to_float32_code:
+        if around == FLOAT32:
             return tensors.map_leaves(outputs, tensors.to_float32_with_notes)
         return outputs
 
@@ -257,7 +260,7 @@ class _LayerCall:
         elif self._is_users and _may_change(self._layer):
             code = SIXTEEN_BIT
         if code == context.block.get().users_code:
-            return contextlib.nullcontext()
+            return _AS_AROUND
         return context.holding(users_code=code)
 
     def _returns_16_bit(self) -> bool:

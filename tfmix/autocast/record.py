@@ -232,6 +232,9 @@ class _MixedModel:
         """Builds a Sequential, whose layers draw their initial values."""
         build = functools.partial(layer_calls.build_exactly, self._model)
         self._under_rules(build, original, *args, **kwargs)
+        if (graph := layers.graph_of(self._model)) is not None:
+            # It runs inside this model's call.
+            set_policy(graph, keras.DTypePolicy("float32"))
 
     def _before_tracing(self, original: Callable, **batch: Any) -> None:
         original(**batch)

@@ -119,7 +119,7 @@ LIST = (
         OPS,
         "A variable's 16-bit copy knows its float32 source.",
         [keras_variables.AUTOCAST],
-        replacing.lazily(tensors.noting_weights),
+        tensors.noting_weights,
     ),
     Replaced(
         OPS,

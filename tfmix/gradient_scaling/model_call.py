@@ -298,7 +298,8 @@ def _traced(model: keras.Model) -> list[_Item]:
 
     Code may have assigned the tracers.
     """
-    items = map(keras_variables.place_of_value, model.trainable_variables)
+    own = map(keras_variables.own_trainable, layers.flat_layers(model))
+    items = map(keras_variables.place_of_value, itertools.chain(*own))
     return [item for item in items if context.is_symbolic(item[-1])]
 
 

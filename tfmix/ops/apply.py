@@ -143,7 +143,7 @@ class Call:
         self.numbers: list[Any] = []
         self.wide: list[Any] = []
         self.multiply: Multiply | None = None
-        self.args = tuple([self._see(value, True) for value in self.args])
+        self.args = tuple(map(self._see, self.args, itertools.repeat(True)))
         if self.kwargs:
             self.kwargs = {
                 name: self._see(value, True)
@@ -151,13 +151,17 @@ class Call:
             }
         if not self.dtype:
             return
-        notes = [*map(tensors.note, self.wide)]
-        self.has_wide = self.has_wide or None in notes
-        self.tensors += itertools.compress(self.wide, notes)
+        if self.wide:
+            notes = [*map(tensors.note, self.wide)]
+            self.has_wide = self.has_wide or None in notes
+            self.tensors += itertools.compress(self.wide, notes)
         self.copies = [*map(tensors.note, self.tensors)]
-        found: list[tensors.Copy] = [*filter(None, self.copies)]
-        self.weights = sum([copy.is_weight for copy in found])
-        self.inputs = len(found) - self.weights
+        self.weights = self.inputs = 0
+        for copy in filter(None, self.copies):
+            if copy.is_weight:
+                self.weights += 1
+            else:
+                self.inputs += 1
 
     def _see(self, value: Any, is_argument: bool = False) -> Any:
         """Notes what an argument is; returns it, or a variable's value."""
@@ -175,7 +179,7 @@ class Call:
             return tensors.map_leaves(value, self._see)
         if keras_variables.derives(kind, keras.Variable):
             # A layer's variables of other dtypes are handed on as they came.
-            dtype = str(value.dtype)
+            dtype = keras_variables.dtype_read(value)
             if dtype in _formats.SIXTEEN_BIT:
                 self.multiply = getattr(value, CHOSEN, self.multiply)
                 value = keras_variables.read_by_layer(value)
@@ -481,6 +485,8 @@ def with_weights(call: Call) -> Any:
     is_asked = tapes.may_be_asked() and (
         _ON_TENSORFLOW or any(map(context.is_symbolic, call.tensors))
     )
+    if call.multiply is None and not is_asked:
+        return call.plain()
     copy, inputs = call.tensors[place], call.tensors[1 - place]
     noted, equation = call.copies[place], _equation(call, place)
     weight = noted and noted.source

@@ -328,6 +328,10 @@ class _Guard:
             )
 
         applied, skipped = outcome
+        known = keras_variables.host_value(skipped)
+        if not step.is_own and known is not None and not known:
+            # An eager step that was not skipped is over.
+            return logs
         watched = pairs(
             [v for v in self._watched() if id(v) not in step.updated]
         )
