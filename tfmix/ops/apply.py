@@ -57,8 +57,6 @@ CHOSEN = "_tfmix_chosen_product"
 # Takes a 16-bit tensor, the float32 weight and the equation of their product;
 # returns that in the dtype of the tensor, or `None` if it does not support it.
 Multiply = Callable[[Any, Any, str], Any]
-# The einsum that multiplies rows by a matrix, as `Dense` does.
-ROWS = "...x,xy->...y"
 
 
 class _Local(threading.local):
@@ -498,7 +496,7 @@ def with_weights(call: Call) -> Any:
     if name in op_lists.CONVOLUTIONS:
         return products.convolved(*factors)
     if is_product:
-        return products.contracted(*factors, equation == ROWS)
+        return products.contracted(*factors, equation)
     if name == "multiply":
         return products.multiplied(*factors)
     sign = -1 if name == "subtract" and place == 1 else 1
@@ -511,7 +509,7 @@ def _equation(call: Call, place: int) -> str:
     if call.op.name == "einsum" and isinstance(first, str):
         return first if place == 1 else ""
     is_matrix = place == 1 and _rank(call.tensors[1]) == 2
-    return ROWS if is_matrix and call.op.name == "matmul" else ""
+    return op_lists.ROWS if is_matrix and call.op.name == "matmul" else ""
 
 
 def rounded(call: Call) -> Any:

@@ -31,7 +31,7 @@ Linear = Callable[[Any, Any, Any], Any]
 
 
 def contracted(
-    function: Function, inputs: Any, weight: Any, copy: Any, by_rows: bool
+    function: Function, inputs: Any, weight: Any, copy: Any, equation: str
 ) -> Any:
     """Computes a product of matrices.
 
@@ -42,7 +42,7 @@ def contracted(
     bytes, so that is computed like a convolution. bfloat16 has float32's range,
     so its result is only rounded once and then widened.
     """
-    del by_rows
+    del equation
     if inputs.dtype != jnp.float16 or context_values.block.get().in_loop:
         return convolved(function, inputs, weight, copy)
 
