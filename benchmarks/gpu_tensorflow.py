@@ -72,9 +72,9 @@ def _for_gpu(library: str) -> contextlib.AbstractContextManager[None]:
     """Makes tfmix trace for an NVIDIA GPU, which need not be here."""
     if library != "tfmix":
         return contextlib.nullcontext()
-    from tfmix._keras import tracing
+    from tfmix._keras import context
 
-    return tracing.compiled_for("cuda")
+    return context.compiled_for("cuda")
 
 
 class Program:

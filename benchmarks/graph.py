@@ -83,10 +83,10 @@ def counts(way: str, policy: str) -> dict[str, list[float]]:
 
     if way == "tfmix":
         import tfmix
-        from tfmix._keras import tracing
+        from tfmix._keras import context
 
         tfmix.set_global_policy(policy)
-        gpu: Callable = functools.partial(tracing.compiled_for, "cuda")
+        gpu: Callable = functools.partial(context.compiled_for, "cuda")
     else:
         keras.config.set_dtype_policy(policy)
         gpu = contextlib.nullcontext

@@ -42,7 +42,6 @@ TENSORFLOW_DEVICES = 4
 # operation that it meets.
 TENSORFLOW_IS_ENOUGH = (
     "benchmarks/",
-    "autocast/test_averaged_weights.py",
     "autocast/test_compile.py",
     "tools/callbacks/",
     "conversion/test_convert_applications.py",

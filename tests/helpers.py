@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 
-from tfmix._keras import replacing
+from tfmix._keras import layers
 from tfmix.gradient_scaling import model_call
 
 ON_JAX = keras.backend.backend() == "jax"
@@ -134,7 +134,7 @@ def reloaded(model, **settings):
 
 def is_guarded(model):
     """Returns whether a skipped step of a model leaves no trace."""
-    return replacing.part(model, replacing.GUARD) is not None
+    return layers.part(model, layers.GUARD) is not None
 
 
 def takes_scaled_gradients(optimizer):

@@ -64,13 +64,6 @@ def quick(items, left_out=(), shared=(), mine=0):
     )
 
 
-def test_each_test_is_sampled_by_itself():
-    one, other = items("one", a="xy", b="xy"), items("other", a="xy", b="xy")
-    kept = quick([*one, *other, Item("plain")])
-    assert len(kept) == 5
-    assert {item.nodeid for item in kept} >= {"plain"}
-
-
 def test_a_test_without_parameters_is_kept_under_both_backends():
     plain = Item("plain")
     for mine in (0, 1):
@@ -86,23 +79,9 @@ def test_the_backends_share_the_values_of_a_long_parameter():
         assert {item.callspec.params["b"] for item in each} == {"x", "y"}
 
 
-def test_other_combinations_per_backend_and_none_of_an_omitted_case():
-    cases = items("one", a="xy", b="xy")
-    assert quick(cases, mine=0).isdisjoint(quick(cases, mine=1))
-    assert quick(cases, left_out=cases[:1]) == {cases[1], cases[2]}
-
-
 def test_a_marker_keeps_every_case_or_one():
     cases = items("one", marker="every_case", a="xy", b="xy")
     assert quick(cases) == set(cases)
     cases = items("one", marker="costly", a="xy", b="xy")
     assert quick(cases) == {cases[0]}
     assert quick(cases, mine=1) == {cases[1]}
-
-
-def test_a_costly_test_that_is_shared_runs_under_one_backend():
-    plain = [Item(f"test {n}", marker="costly") for n in range(20)]
-    kept = [quick(plain, shared=plain, mine=mine) for mine in (0, 1)]
-    assert kept[0] | kept[1] == set(plain)
-    assert kept[0].isdisjoint(kept[1])
-    assert all(kept)

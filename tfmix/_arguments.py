@@ -60,9 +60,7 @@ def model(value: Any) -> None:
     )
 
 
-def did_you_mean(
-    name: object, known: Sequence[str], cutoff: float = 0.6
-) -> str:
+def did_you_mean(name: object, known: Sequence[str]) -> str:
     """Returns a hint such as " Did you mean 'x'?", "" if no name is close."""
-    close = difflib.get_close_matches(str(name), known, n=1, cutoff=cutoff)
+    close = difflib.get_close_matches(str(name), known, n=1)
     return f" Did you mean {close[0]!r}?" if close else ""

@@ -78,6 +78,7 @@ OWNED = {
     "keras.src.models.functional.Functional": "call _run_through_graph "
     "operations",
     "keras.Function": "_run_through_graph",
+    "keras.src.saving.keras_saveable": "KerasSaveable",
     "keras.src.saving.serialization_lib": "SafeModeScope",
     "keras.src.trainers.compile_utils": "CompileLoss",
     "keras.Model": "_trackable_children _symbolic_build _maybe_symbolic_build",

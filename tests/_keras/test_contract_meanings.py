@@ -8,15 +8,7 @@ import numpy as np
 import pytest
 
 from tests._keras.contracts import jax_only, tensorflow_only, with_metrics
-from tfmix._keras import (
-    custom_vjp,
-    global_state,
-    layers,
-    optimizers,
-    tapes,
-    tracing,
-    training,
-)
+from tfmix._keras import context, layers, optimizers, tapes
 
 
 @tensorflow_only
@@ -121,7 +113,7 @@ def test_the_function_behind_a_custom_gradient_of_jax_is_found():
         return x, lambda upstream: upstream
 
     for decorated in (jax.custom_gradient(rule), jax.custom_vjp(rule)):
-        assert custom_vjp.users_function(decorated) is rule
+        assert tapes.users_function(decorated) is rule
 
 
 @jax_only
@@ -130,9 +122,9 @@ def test_a_transformation_is_told_from_the_one_around_it():
 
     def within(transform):
         seen = []
-        here = tracing.transformation()
-        transform(lambda x: seen.append(tracing.transformation()) or x)
-        assert tracing.transformation() == here
+        here = context.transformation()
+        transform(lambda x: seen.append(context.transformation()) or x)
+        assert context.transformation() == here
         return seen[0] == here
 
     x = np.ones((2, 2), "float32")
@@ -141,14 +133,6 @@ def test_a_transformation_is_told_from_the_one_around_it():
     assert not within(lambda f: jax.jit(f)(x))
     assert not within(lambda f: jax.vjp(f, x))
     assert not within(lambda f: jax.checkpoint(f)(x))
-
-
-@tensorflow_only
-def test_the_context_of_a_function_tells_its_traces_apart():
-    from tensorflow.core.function.polymorphism import function_cache
-
-    context = function_cache.FunctionContext("context", "scope")
-    assert (context.context, context.scope_type) == ("context", "scope")
 
 
 def test_a_layer_run_as_an_earlier_call_is_in_its_mode_and_dtype():
@@ -168,7 +152,7 @@ def test_a_layer_run_as_an_earlier_call_is_in_its_mode_and_dtype():
             self.weight = self.add_weight(shape=())
 
         def call(self, inputs):
-            states.append(global_state.call_state())
+            states.append(context.call_state())
             return self.inner(inputs)
 
     outer = Outer(dtype="mixed_float16")
@@ -176,7 +160,7 @@ def test_a_layer_run_as_an_earlier_call_is_in_its_mode_and_dtype():
     outer.inner.build((2, 3))
     outer(x, training=True)
     seen.clear()
-    with global_state.as_called(states[-1]):
+    with context.as_called(states[-1]):
         outer.inner(x)
         dtype = keras.backend.standardize_dtype(outer.weight.value.dtype)
         assert dtype == "float16"
@@ -263,7 +247,7 @@ def test_the_call_context_names_the_outermost_layer():
 
     class Inner(keras.layers.Layer):
         def call(self, inputs):
-            entries.append(global_state.entry_layer())
+            entries.append(context.entry_layer())
             return inputs
 
     inner = Inner()
@@ -273,7 +257,7 @@ def test_the_call_context_names_the_outermost_layer():
     model(x)
     inner(x)
     assert entries == [model, inner]
-    assert global_state.entry_layer() is None
+    assert context.entry_layer() is None
 
 
 @pytest.mark.costly
@@ -281,7 +265,7 @@ def test_metrics_of_compile_are_known_before_they_are_built():
     model = with_metrics()
     (given,) = model._compile_metrics._user_metrics
     assert given not in model.metrics
-    assert given in training.metrics(model)
+    assert given in layers.metrics(model)
     x = np.ones((2, 3, 4))
     model.fit(x, 0.0 * model.predict(x, verbose=0), verbose=0)
-    assert training.metrics(model) == model.metrics
+    assert layers.metrics(model) == model.metrics

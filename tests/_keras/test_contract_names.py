@@ -144,35 +144,3 @@ def test_an_injected_name_is_found(tmp_path, code, name):
     with pytest.raises(AssertionError, match=re.escape(repr(name))):
         check_contracts(tmp_path / "_keras")
     assert name in names_outside(tmp_path)["policy/ours.py"]
-
-
-def test_an_overridden_method_is_found(tmp_path):
-    code = "class View(keras.Variable):\n    def _secret(self): ...\n"
-    (tmp_path / "ours.py").write_text(code)
-    with pytest.raises(AssertionError, match="_secret"):
-        check_contracts(tmp_path)
-
-
-def test_our_own_names_are_not_private_names(tmp_path):
-    path = tmp_path / "ours.py"
-    path.write_text(
-        '"""About `keras.src.secret`.\n\n_secret\n"""\n'
-        "from tfmix import _formats\n"
-        "class Ours:\n"
-        "    def _method(self):\n"
-        "        # keras.src.secret and _secret\n"
-        "        return self._mine, _formats._SIZES, self.__class__\n"
-        "getattr(model, '_tfmix_methods')\n"
-        "model._tfmix_methods = None\n"
-        "name.startswith('_')\n"
-    )
-    assert names_of(tmp_path) == {}
-    path.write_text(
-        "class Ours:\n"
-        "    def __init__(self):\n"
-        "        self._mine = 1\n"
-        "    def _method(self, other):\n"
-        "        return other._mine, other._method()\n"
-        "_CONSTANT = '_mine'\n"
-    )
-    assert names_outside(tmp_path) == {}

@@ -5,14 +5,14 @@ import gc
 import keras
 
 from tests import helpers
-from tfmix._keras import global_state
+from tfmix._keras import context
 from tfmix.ops import tensors
 
 
 def test_scopes_are_listed_from_the_innermost():
     with keras.StatelessScope() as outer, keras.StatelessScope() as inner:
-        assert [*global_state.open_scopes()] == [inner, outer]
-    assert not [*global_state.open_scopes()]
+        assert [*context.open_scopes()] == [inner, outer]
+    assert not [*context.open_scopes()]
 
 
 @helpers.requires_backend("tensorflow")

@@ -38,7 +38,7 @@ def learns(model):
 
 @pytest.mark.parametrize(
     "way",
-    helpers.quick_are({"masters", "flat"}, sixteen_bit.WAYS),
+    helpers.quick_are({"masters"}, sixteen_bit.WAYS),
 )
 @pytest.mark.parametrize(
     ("inputs", "jit"), [(True, True), (True, False), (False, JAX_COMPILES)]

@@ -7,7 +7,7 @@ from keras import ops
 
 import tfmix
 from tests import helpers, steps
-from tfmix.autocast import bare_optimizers
+from tfmix.loss_scaling.state import counts_of_model
 
 START = np.ones((3,), "float32")
 LOW = tfmix.optimizers.LowMemoryOptimizer
@@ -67,24 +67,6 @@ def test_a_warning_says_that_16_bit_weights_need_masters(mode, said):
     assert "tfmix.optimizers.MasterWeightOptimizer(Adam(...))" in text
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("mode", steps.MODES)
-def test_good_steps_are_keras_own(mode):
-    found = {}
-    for policy in ("float32", "mixed_float16"):
-        tfmix.set_global_policy(policy)
-        weights = [keras.Variable(START)]
-        optimizer = keras.optimizers.Adam(0.1, global_clipnorm=0.5)
-        step = stepper(optimizer, weights, mode)
-        for size in (1.0, 2.0, 3.0):
-            step(np.float32([size, 0.0, -size]))
-        found[policy] = state(optimizer, weights)
-        names = [v.path for v in optimizer.variables]
-        assert not any("scale" in name or "skipped" in name for name in names)
-    for one, other in zip(*found.values(), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6)
-
-
 # A function that JAX compiles counts nothing.
 @pytest.mark.costly
 @pytest.mark.parametrize("mode", [m for m in steps.MODES if m != "jit"])
@@ -97,7 +79,7 @@ def test_skips_in_a_row_end_with_a_step_that_is_applied(mode):
     counts = []
     for size in (np.nan, np.inf, 1.0, np.nan, 1.0):
         step(START, size * START)
-        (skips,) = bare_optimizers.skippers(model)
+        (skips,) = counts_of_model(model)
         counts.append((skips.skipped_steps, skips.consecutive_skips))
     assert counts == [(1, 1), (2, 2), (2, 0), (3, 1), (3, 0)]
     assert [*skips.overflow_counts.values()] == [0, 3]
@@ -178,25 +160,3 @@ def test_a_built_optimizer_may_get_only_gradients():
     optimizer.apply_gradients([(START, weights[1])])
     optimizer.apply([START, START])
     np.testing.assert_array_equal(weights[1].numpy(), START - 2)
-
-
-@helpers.requires_backend("tensorflow")
-@pytest.mark.skipif(
-    not hasattr(keras.optimizers, "MultiOptimizer"), reason="of Keras 3.15"
-)
-@pytest.mark.parametrize("mode", steps.MODES)
-def test_optimizers_inside_a_wrapped_one_skip_with_it(mode):
-    tfmix.set_global_policy("mixed_float16")
-    weights = [keras.Variable(START), keras.Variable(START)]
-    inside = {id(w): keras.optimizers.SGD(0.1) for w in weights}
-    several = keras.optimizers.MultiOptimizer(lambda w: inside[id(w)])
-    optimizer = tfmix.LossScaleOptimizer(several, loss_scale=1.0)
-    optimizer.build(weights)
-    step = stepper(optimizer, weights, mode)
-    for first in (START, np.inf * START, START):
-        step(first, START)
-    for weight in weights:
-        np.testing.assert_allclose(weight.numpy(), START - 0.2, rtol=1e-6)
-    # Nor are values kept for a second check.
-    attributes = {name for inner in inside.values() for name in vars(inner)}
-    assert not [name for name in attributes if "skipping" in name]

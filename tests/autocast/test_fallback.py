@@ -7,7 +7,7 @@ from keras import layers, ops
 
 import tfmix
 from tests import helpers, steps
-from tfmix.autocast import fallback
+from tfmix.autocast import layer_calls
 
 X = np.random.default_rng(0).normal(size=(4, 8)).astype("float32")
 NAMES = ("mixed_float16", "mixed_bfloat16")
@@ -139,7 +139,6 @@ SPREAD = {
     "its own code": (Mixes, [], ["self"]),
     "any error": (lambda: Refuses(RuntimeError), [], ["self"]),
     "a KeyError": (lambda: Refuses(KeyError), [], ["self"]),
-    "an AttributeError": (lambda: Refuses(AttributeError), [], ["self"]),
     "products inside": (Block, ["dense"], ["self"]),
     "a model": (BlockModel, ["dense"], []),
     "of a float32 user": (lambda: Block(dtype="float32"), ["dense"], ["self"]),
@@ -256,14 +255,10 @@ class Names(layers.Layer):
         return x
 
 
-class NamesAlike(Names):
-    """Inherits the code that fails."""
-
-
 def test_a_cause_is_one_line_whatever_its_error_names(caplog):
     for _ in range(2):
         tfmix.set_global_policy("mixed_float16")
-        for kind in (Mixes, MixesAlike, Block, Names, NamesAlike):
+        for kind in (Mixes, MixesAlike, Block, Names):
             for name in "ab":
                 made = kind(name=name)
                 made(X)
@@ -434,7 +429,7 @@ def test_a_saved_model_needs_no_attempt_in_16_bit(policy, tmp_path, caplog):
     np.testing.assert_array_equal(model.predict(X, verbose=0), expected)
     model.compile("sgd", "mse")
     assert np.isfinite(model.train_on_batch(X, X[:, :1]))
-    assert not fallback.reason(saved)
+    assert not layer_calls.reason(saved)
     assert not warnings_in(caplog)
 
 
@@ -474,12 +469,10 @@ FOLLOWING = {
     "dense": lambda x, y: layers.Dense(4)(y),
     "residual": lambda x, y: layers.Dense(4)(x + y),
     "normalization": lambda x, y: layers.LayerNormalization()(y),
-    "float32 dense": lambda x, y: layers.Dense(4, dtype="float32")(y),
     "float32 residual": lambda x, y: layers.Add(dtype="float32")([x, y]),
     "float32 behind an op": lambda x, y: layers.Dense(4, dtype="float32")(
         x * ops.mean(y, 1, keepdims=True)
     ),
-    "outer": lambda x, y: layers.Dense(4)(Outer()(x)),
     "outer that adds": lambda x, y: layers.Dense(4)(Outer(adds=True)(x)),
     "block": lambda x, y: Block()(y),
 }
@@ -512,13 +505,10 @@ def test_a_layer_that_fell_back_predicts_the_same_once_loaded(
 
 STAY = {
     "Dropout": [0.5],
-    "SpatialDropout1D": [0.5],
     "AlphaDropout": [0.5],
-    "GaussianDropout": [0.5],
     "GaussianNoise": [0.5],
     "LSTM": [4],
     "GRU": [4],
-    "SimpleRNN": [4],
     "ConvLSTM1D": [4, 3],
 }
 

@@ -43,13 +43,6 @@ def test_an_explicit_dtype_of_the_user_wins_over_a_rule(dtype):
     assert dense.compute_dtype == "float32"
 
 
-def test_a_policy_given_to_a_layer_becomes_plain():
-    given = Policy("mixed_bfloat16")
-    layer = under("mixed_float16", layers.Dense, 1, dtype=given)
-    assert type(layer.dtype_policy) is keras.DTypePolicy
-    assert layer.dtype_policy.name == "mixed_bfloat16"
-
-
 @pytest.mark.parametrize("rule", ["net/body.*", ".*/body_1"])
 def test_a_rule_may_match_the_path(rule):
     with global_policy.policy_scope(keeping(rule)):
@@ -131,8 +124,3 @@ def test_a_map_decides_where_it_names_a_layer_and_rules_elsewhere():
     ruled = under(policy, layers.Softmax, name="ruled")
     assert ruled.compute_dtype == "float32"
     assert len(policy) == 1
-
-
-def test_rules_do_not_apply_to_a_policy_of_32_bits():
-    layer = under(keras.DTypePolicy("float64"), layers.Softmax)
-    assert layer.compute_dtype == "float64"

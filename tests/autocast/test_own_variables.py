@@ -92,12 +92,8 @@ def by_functions_of_the_backend(v, b, momentum):
 # Each moves a variable `v` towards `b` in one of the common ways.
 SPELLINGS = {
     "sum of two": lambda v, b, m: v.assign(m * v + (1 - m) * b),
-    "ops": lambda v, b, m: v.assign(
-        ops.add(ops.multiply(v, m), ops.multiply(b, 1 - m))
-    ),
     "difference": lambda v, b, m: v.assign(v + (1 - m) * (b - v)),
     "add": lambda v, b, m: v.assign_add((1 - m) * (b - v)),
-    "sub": lambda v, b, m: v.assign_sub((v - b) * (1 - m)),
     "stopped": lambda v, b, m: v.assign(
         ops.stop_gradient(v.value * m + b * (1 - m))
     ),

@@ -6,7 +6,6 @@ import pytest
 from keras import ops as kops
 
 from tests import helpers, steps
-from tfmix._keras import replacing
 from tfmix.autocast import global_policy
 from tfmix.autocast import record as mixed_model
 from tfmix.policy import policy as policies
@@ -68,40 +67,6 @@ def test_the_policy_of_a_model_holds_in_a_plain_call():
             policy if given is policy else None
         )
         assert float(kops.max(model(x))) == largest
-
-
-@pytest.fixture
-def plain_model():
-    """A model that `compile` gives no record."""
-    replacing.want(replacing.COMPILE, False)
-    return penalised_model()
-
-
-def test_the_policy_of_a_model_is_detached_completely(plain_model):
-    before = set(vars(plain_model))
-    mixed_model.set_policy(plain_model, policies.Policy("mixed_float16"))
-    assert {"call", "train_step", "compile"} < set(vars(plain_model)) - before
-    mixed_model.set_policy(plain_model, FLOAT32)
-    assert not {"call", "train_step", "compile"} & (
-        set(vars(plain_model)) - before
-    )
-
-
-@pytest.mark.costly
-def test_a_method_that_the_user_sets_is_wrapped_and_given_back(plain_model):
-    calls = []
-
-    def theirs(*args):
-        calls.append(args)
-        return type(plain_model).train_step(plain_model, *args)
-
-    object.__setattr__(plain_model, "train_step", theirs)
-    mixed_model.set_policy(plain_model, policies.Policy("mixed_float16"))
-    assert vars(plain_model)["train_step"] is not theirs
-    plain_model.fit(*batch(), verbose=0)
-    assert calls
-    mixed_model.set_policy(plain_model, FLOAT32)
-    assert vars(plain_model)["train_step"] is theirs
 
 
 def test_a_model_with_a_policy_loads_without_it():

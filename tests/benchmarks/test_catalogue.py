@@ -1,57 +1,10 @@
-"""The benchmarks' page, their records and the runner."""
+"""The benchmarks' page matches the catalogue and the records."""
 
-import json
-import math
 import pathlib
 
-import pytest
-
-from benchmarks import __main__ as runner
 from benchmarks import catalogue, page, results
 
 ROOT = pathlib.Path(__file__).parents[2]
-
-
-def record(name="gpu", backend="jax", rows=None, **changes):
-    """A record of a benchmark with one table."""
-    run = results.Run(name, ["--runs", "3", "--save=/x"], backend, "seed 7")
-    rows = [{"who": "bare", "ms": 1.5}] if rows is None else rows
-    made = run.record([results.Table("Small", rows, "A note.")])
-    return {**made, **changes}
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (None, "–"),
-        (True, "yes"),
-        (12345, "12,345"),
-        (12345.6, "12,346"),
-        (99.96, "100.0"),
-        (12.34, "12.3"),
-        (1.234, "1.23"),
-        (0.987, "0.99"),
-        (0.01234, "0.0123"),
-        (-1.5, "-1.50"),
-        (0.0, "0"),
-        (math.nan, "nan"),
-        ("as it is", "as it is"),
-        ({"median": 1.0, "low": 0.5, "high": 2.0}, "1.00 (0.50–2.00)"),
-    ],
-)
-def test_a_cell_shows_three_digits_and_no_more(value, text):
-    assert page.cell(value) == text
-
-
-def test_a_record_contains_its_command_and_versions():
-    made = record(backend="jax")
-    assert made["command"] == (
-        "KERAS_BACKEND=jax python -m benchmarks.gpu --runs 3"
-    )
-    assert made["how"] == "seed 7"
-    assert made["machine"]["cores"] >= 1
-    assert {"python", "keras", "numpy"} <= set(made["versions"])
-    assert json.loads(json.dumps(made)) == made
 
 
 def test_the_page_has_a_section_for_each_benchmark():
@@ -76,67 +29,10 @@ def test_each_quote_names_rows_of_its_record():
             assert {*quote.columns, *quote.where} <= set(table["rows"][0])
 
 
-def test_a_result_is_kept_until_the_same_one_is_measured_again(tmp_path):
-    results.save(record("overhead", "jax", date="the first day"), tmp_path)
-    results.save(
-        record("overhead", "tensorflow", date="the second day"), tmp_path
-    )
-    results.save(record("gpu", date="the third day"), tmp_path)
-    results.save(record("overhead", "jax", date="the fourth day"), tmp_path)
-    dates = {each["date"] for each in results.saved(tmp_path)}
-    assert dates == {"the second day", "the third day", "the fourth day"}
-    text = (tmp_path / "benchmarks.md").read_text(encoding="utf-8")
-    assert "<small>the third ;" in text
-
-
 def test_each_benchmark_of_the_catalogue_is_a_module_that_runs_alone():
     for benchmark in catalogue.BENCHMARKS:
         path = ROOT / "benchmarks" / f"{benchmark.name}.py"
         assert '\nif __name__ == "__main__":\n' in path.read_text("utf-8")
-
-
-def test_each_module_that_runs_alone_is_in_the_catalogue_or_a_worker():
-    known = {benchmark.name for benchmark in catalogue.BENCHMARKS}
-    texts = {
-        path.stem: path.read_text("utf-8")
-        for path in (ROOT / "benchmarks").glob("[a-z]*.py")
-    }
-    runnable = {
-        name
-        for name, text in texts.items()
-        if '\nif __name__ == "__main__":\n' in text
-    }
-    workers = {
-        name
-        for name in runnable
-        for other, text in texts.items()
-        if other != name and f'"benchmarks.{name}"' in text
-    }
-    assert "gpu_worker" in workers
-    assert runnable - workers == known
-
-
-class Finished:
-    """A process that has ended."""
-
-    def __init__(self, returncode):
-        self.returncode = returncode
-
-
-def test_a_benchmark_that_fails_is_named_and_the_others_still_run(
-    monkeypatch, caplog
-):
-    ran = []
-
-    def start(command, **_):
-        ran.append(command[2])
-        return Finished(1 if command[2].endswith("gpu") else 0)
-
-    monkeypatch.setattr(runner.subprocess, "run", start)
-    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
-    assert runner.main(["gpu", "faults"]) == 1
-    assert ran == ["benchmarks.gpu", "benchmarks.faults"]
-    assert "failed: gpu tensorflow (exit code 1)" in caplog.text
 
 
 def test_the_page_in_the_guide_matches_the_records():

@@ -12,41 +12,9 @@ from tfmix.policy import policy as policies
 X = np.random.default_rng(5).normal(size=(8, 4)).astype("float32")
 
 
-def own_activation(x):
-    return keras.ops.tanh(x) * 3.0
-
-
-def own_metric(y_true, y_pred):
-    return keras.ops.mean(keras.ops.abs(y_true - y_pred))
-
-
-class OwnLoss(keras.losses.Loss):
-    def call(self, y_true, y_pred):
-        return keras.ops.mean(keras.ops.square(y_true - y_pred), axis=-1)
-
-
-class OwnStart(keras.initializers.Initializer):
-    def __call__(self, shape, dtype=None):
-        return keras.ops.full(shape, 0.1, dtype)
-
-
 class OwnLayer(keras.layers.Layer):
     def call(self, x):
         return x * 2.0
-
-
-OWN = [own_activation, own_metric, OwnLoss, OwnStart, OwnLayer]
-
-
-def own_parts():
-    inputs = keras.Input((4,))
-    x = keras.layers.Dense(4, own_activation, kernel_initializer=OwnStart())(
-        inputs
-    )
-    x = OwnLayer()(keras.layers.Lambda(own_activation)(x))
-    model = keras.Model(inputs, keras.layers.Dense(1)(x))
-    model.compile("sgd", OwnLoss(), metrics=[own_metric])
-    return model
 
 
 @pytest.mark.costly
@@ -81,22 +49,6 @@ def test_a_copy_for_inference_only_predicts(policy, tmp_path):
     twin.save(tmp_path / "m.keras")
     loaded = keras.models.load_model(tmp_path / "m.keras")
     np.testing.assert_array_equal(test_convert.predict(loaded), found)
-
-
-def test_code_registered_with_keras_is_copied():
-    model = own_parts()
-    names = {each.__name__: each for each in OWN}
-    with keras.saving.custom_object_scope(names):
-        twin = convert.convert_model(model, "mixed_bfloat16")
-    helpers.assert_close(twin(X), model(X), "bfloat16")
-    found = {getattr(x, "function", None) for x in twin.layers}
-    assert own_activation in found
-    y = np.ones((8, 1), "float32")
-    found = twin.evaluate(X, y, verbose=0, return_dict=True)
-    expected = model.evaluate(X, y, verbose=0, return_dict=True)
-    assert set(found) == {"loss", "own_metric"}
-    for name, value in found.items():
-        assert value == pytest.approx(expected[name], rel=0.05)
 
 
 def test_rules_and_maps_find_nested_layers_of_a_copy_by_their_path():

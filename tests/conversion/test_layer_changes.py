@@ -6,8 +6,7 @@ import pytest
 
 import tfmix
 from tests import helpers
-from tfmix._keras import layers, training
-from tfmix.autocast import compile as compiling
+from tfmix._keras import layers
 from tfmix.autocast import record as mixed_model
 from tfmix.conversion import convert, layer_changes
 from tfmix.step import guard
@@ -63,8 +62,8 @@ STAGES = [
     (layers, "set_policy", 2),
     (layer_changes, "_set_spec", 2),
     (mixed_model, "set_policy", 1),
-    (compiling, "choose", 1),
-    (training, "adopt_optimizer", 1),
+    (mixed_model, "choose", 1),
+    (layers, "adopt_optimizer", 1),
     (guard, "attach", 1),
     (layer_changes, "forget_compiled", 1),
 ]

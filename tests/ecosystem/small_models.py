@@ -92,9 +92,8 @@ BACKBONES = {
         tokens: "Bloom DebertaV3 DistilBert Falcon GPT2 GPTNeoX Gemma Gemma3 "
         "GptOss Llama3 Llama Mistral Mixtral OPT Phi3 Qwen Qwen2 Qwen3 QwenMoe "
         "Qwen3Moe Roberta XLMRoberta SmolLM3 Gemma3n Qwen3_5 Qwen3_5Moe",
-        images: "DenseNet VGG ViT DeiT Xception ViTDet DINOV2 SwinTransformer "
-        "ResNet MobileNet EfficientNet CSPNet HGNetV2 MiT SegFormer DeepLabV3 "
-        "RetinaNet",
+        images: "ViT DeiT ViTDet DINOV2 SwinTransformer ResNet CSPNet HGNetV2 "
+        "MiT SegFormer DeepLabV3 RetinaNet",
         segments: "Albert Bert Electra XLNet",
         pairs: "Bart T5 T5Gemma T5Gemma2 EdRec",
         ids: "ESM2 ESM",
@@ -126,7 +125,7 @@ SMALL = {
             "num_hidden_layers encoder_num_layers decoder_num_layers "
             "encoder_num_heads decoder_num_heads encoder_num_attention_heads "
             "decoder_num_attention_heads num_experts top_k altup_num_inputs "
-            "vit_num_heads depthwise_stride upsampling_size",
+            "vit_num_heads upsampling_size",
         ),
         (3, "stem_kernel_size min_level"),
         (
@@ -139,16 +138,14 @@ SMALL = {
             8,
             "head_dim head_size embedding_dim embed_dim projection_dim "
             "encoder_head_dim decoder_head_dim patch_size projection_filters "
-            "vit_hidden_dim vit_patch_size embedding_size depthwise_filters "
-            "stem_filters",
+            "vit_hidden_dim vit_patch_size embedding_size stem_filters",
         ),
         (
             16,
             "hidden_dim encoder_hidden_dim decoder_hidden_dim hidden_size "
             "text_hidden_size max_sequence_length image_size filter_dim "
             "moe_intermediate_dim shared_expert_intermediate_dim "
-            "shared_expert_intermediate_size output_num_filters "
-            "last_layer_filter",
+            "shared_expert_intermediate_size",
         ),
         (
             30,
@@ -164,13 +161,12 @@ SMALL = {
         (1e4, "rope_theta"),
         (1e-6, "layer_norm_epsilon"),
         (True, "use_learnable_affine_block"),
-        (False, "attention_bias mlp_bias depthwise_residual use_p5"),
+        (False, "attention_bias mlp_bias use_p5"),
         ([False, True], "apply_downsample use_lightweight_conv_block"),
-        ([True, False], "rope_layer_enabled_list stackwise_pooling"),
+        ([True, False], "rope_layer_enabled_list"),
         (
             [1, 1],
-            "depths layerwise_depths stackwise_num_blocks "
-            "stackwise_num_repeats stackwise_depth",
+            "depths layerwise_depths stackwise_num_blocks stackwise_depth",
         ),
         ([1, 2], "layerwise_num_heads stackwise_num_strides stackwise_strides"),
         ([2], "dilation_rates"),
@@ -236,23 +232,7 @@ MORE = {
         "low_level_feature_key": "P2",
         "projection_filters": 8,
     },
-    "DenseNetBackbone": {"growth_rate": 4, "compression_ratio": 0.5},
     "DeiTBackbone": {"patch_size": (8, 8)},
-    "EfficientNetBackbone": {
-        "stackwise_width_coefficients": [1.0, 1.0],
-        "stackwise_depth_coefficients": [1.0, 1.0],
-        "stackwise_kernel_sizes": [3, 3],
-        "stackwise_num_repeats": [1, 1],
-        "stackwise_input_filters": [8, 8],
-        "stackwise_output_filters": [8, 16],
-        "stackwise_expansion_ratios": [1, 2],
-        "stackwise_squeeze_and_excite_ratios": [0.25, 0.25],
-        "stackwise_strides": [1, 2],
-        "stackwise_block_types": ["v1", "v1"],
-        "num_features": 16,
-        "input_shape": (32, 32, 3),
-        "dropout": 0.0,
-    },
     "Gemma3Backbone": {"query_head_dim_normalize": True},
     "Gemma3nBackbone": {
         "layer_types": ["sliding_attention", "full_attention"],
@@ -264,15 +244,6 @@ MORE = {
         "stackwise_stage_filters": [(8, 8, 8, 1, 1, 3), (8, 8, 16, 1, 1, 3)],
     },
     "MiTBackbone": {"hidden_dims": [8, 16]},
-    "MobileNetBackbone": {
-        "stackwise_expansion": [[1], [8]],
-        "stackwise_num_filters": [[8], [8]],
-        "stackwise_kernel_size": [[3], [3]],
-        "stackwise_num_strides": [[1], [2]],
-        "stackwise_se_ratio": [[0.25], [None]],
-        "stackwise_activation": [["relu"], ["hard_swish"]],
-        "stackwise_padding": [[1], [1]],
-    },
     "MoonshineBackbone": dict.fromkeys(
         ("encoder_num_layers", "decoder_num_layers"), 1
     ),
@@ -299,7 +270,6 @@ MORE = {
     "T5GemmaBackbone": T5_GEMMA,
     "T5Gemma2Backbone": T5_GEMMA,
     "ViTBackbone": {"patch_size": (8, 8)},
-    "XceptionBackbone": {"stackwise_conv_filters": [[8, 8], [8, 8]]},
     "ViTDetBackbone": {
         "patch_size": 8,
         "num_output_channels": 8,
@@ -337,7 +307,7 @@ def batch(name):
     return BACKBONES[name](np.random.default_rng(0))
 
 
-def made(name, policy, seed=SEEDS[0], **changes):
+def make_model(name, policy, seed=SEEDS[0], **changes):
     """Creates a backbone under a policy."""
     keras.utils.set_random_seed(seed)
     tfmix.set_global_policy(policy)

@@ -27,9 +27,9 @@ pytestmark = [
 @pytest.mark.parametrize("name", BACKBONES)
 def test_a_backbone_computes_as_in_float32(name, policy, record_property):
     inputs = small_models.batch(name)
-    exact = small_models.made(name, "float32")
+    exact = small_models.make_model(name, "float32")
     expected = small_models.results(exact, inputs)
-    model = small_models.made(name, policy)
+    model = small_models.make_model(name, policy)
     model.set_weights(exact.get_weights())
     errors = small_models.errors(model, inputs, expected)
     record_property("error", max(errors))
@@ -38,7 +38,7 @@ def test_a_backbone_computes_as_in_float32(name, policy, record_property):
 
 def classifier(name, policy, seed=SEEDS[0]):
     """Returns a classifier on the mean of a backbone's first result."""
-    backbone = small_models.made(name, policy, seed)
+    backbone = small_models.make_model(name, policy, seed)
     features = keras.tree.flatten(backbone.output)[0]
     mean = ops.mean(features, axis=tuple(range(1, len(features.shape) - 1)))
     # CLIP returns logits already, which match pictures with words.
@@ -93,7 +93,7 @@ def task(name, policy, seed=SEEDS[0]):
     """Creates and compiles a task under a policy, without preprocessor."""
     kind, backbone = kind_and_backbone(name)
     classes = issubclass(kind, CLASSES + PIXELS)
-    given = {"backbone": small_models.made(backbone, policy, seed)}
+    given = {"backbone": small_models.make_model(backbone, policy, seed)}
     model = kind(
         preprocessor=None, **given, **{"num_classes": 2} if classes else {}
     )

@@ -35,7 +35,7 @@ def name(request):
 def preset(name, tmp_path):
     backbone, given = TASKS[name]
     changes = {} if name == "ViTImageClassifier" else {"dropout": 0.0}
-    made = small_models.made(backbone, "float32", **changes)
+    made = small_models.make_model(backbone, "float32", **changes)
     task = getattr(models, name)(made, preprocessor=None, **given)
     task.save_to_preset(str(tmp_path))
     return str(tmp_path)

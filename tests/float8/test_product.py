@@ -10,7 +10,7 @@ import pytest
 from keras import ops
 
 from tests import helpers, steps
-from tfmix._keras import tracing
+from tfmix._keras import context
 from tfmix.float8 import product
 
 NARROW = {
@@ -192,22 +192,13 @@ def test_a_batch_may_be_of_any_size(jit):
         )
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("mode", steps.MODES)
-def test_a_batch_may_have_no_rows(mode):
-    kernel, _ = numbers(np.random.default_rng(1), (16, 32))
-    x = ops.zeros((0, 16), "bfloat16")
-    step = steps.compiled(lambda x: product.product(x, kernel), mode)
-    assert tuple(step(x).shape) == (0, 32)
-
-
 def lowered(platform, *arguments, devices=1):
     """Returns the program of a product and both gradients for a platform."""
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 
         step = tf.function(with_gradients, jit_compile=True, autograph=False)
-        with tracing.compiled_for(platform):
+        with context.compiled_for(platform):
             return step.experimental_get_compiler_ir(*arguments)(stage="hlo")
     import jax
 

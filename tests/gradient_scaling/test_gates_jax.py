@@ -3,6 +3,9 @@
 `tests/wild/test_gradients.py` has the forms in which people take gradients.
 """
 
+import functools
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -62,10 +65,10 @@ def two_gradients_of_one_call(of):
     return jax.grad(loss)(FIRST)
 
 
-def penalty_times_1e5(of):
+def penalty_times_1e3(of):
     def loss(w):
         slope = jax.grad(lambda x: of(w, x).sum())(ops.convert_to_tensor(X))
-        return ops.mean(of(w, X)) + 1e5 * ops.mean(slope**2)
+        return ops.mean(of(w, X)) + 1e3 * ops.mean(slope**2)
 
     return jax.grad(loss)(FIRST)
 
@@ -73,25 +76,35 @@ def penalty_times_1e5(of):
 def unlike_gradients_of_one_call(of):
     def loss(w):
         made, pull = jax.vjp(lambda x: of(w, x), X)
-        small, large = (pull(k * made)[0] for k in (0.1, 100.0))
+        small, large = (pull(k * made)[0] for k in (0.1, 2.0))
         return ops.sum(small**2) + ops.sum(large**2) + ops.sum(made)
 
     return jax.grad(loss)(FIRST)
 
 
+def gradients_compiled_apart(of):
+    def loss(w):
+        made, pull = jax.vjp(lambda x: of(w, x), X)
+        slopes = [jax.jit(pull)(k * made)[0] for k in (0.1, 2.0)]
+        return sum(ops.sum(slope**2) for slope in slopes)
+
+    return jax.grad(loss)(FIRST)
+
+
 DERIVATIVES = {
-    "penalty_times_1e5": penalty_times_1e5,
+    "penalty_times_1e3": penalty_times_1e3,
     "unlike_gradients_of_one_call": unlike_gradients_of_one_call,
     "of_each_row": lambda of: jax.vmap(
         lambda x, by: jax.grad(lambda w: by * ops.sum(of(w, x[None])))(FIRST)
     )(X, 10.0 ** np.linspace(-4, 4, len(X), dtype="float32")),
     "two_gradients_of_one_call": two_gradients_of_one_call,
+    "gradients_compiled_apart": gradients_compiled_apart,
 }
 
 
 @pytest.mark.parametrize(
     "name",
-    helpers.quick_are({"penalty_times_1e5", "of_each_row"}, DERIVATIVES),
+    helpers.quick_are({"penalty_times_1e3", "of_each_row"}, DERIVATIVES),
 )
 def test_powers_of_several_passes_are_not_mixed(name):
     found, exact = (
@@ -114,16 +127,38 @@ def result_of(dtype):
     return between
 
 
-def test_powers_that_do_not_know_each_other_make_nan():
-    """Each compiled function would else have a power of its own."""
-    of = result_of("float16")
+def derivative(function, order):
+    """Differentiates by gradients ("r") and along tangents ("f")."""
+    for way in order:
+        inner = function
+        if way == "r":
+            function = jax.grad(inner)
+        else:
 
-    def loss(w):
-        made, pull = jax.vjp(lambda x: of(w, x), X)
-        slopes = [jax.jit(pull)(k * made)[0] for k in (0.1, 100.0)]
-        return sum(ops.sum(slope**2) for slope in slopes)
+            def function(x, inner=inner):
+                return jax.jvp(inner, (x,), (np.float32(1),))[1]
 
-    assert np.isnan(jax.grad(loss)(FIRST)).all()
+    return jax.jit(function)(np.float32(0.7))
+
+
+ORDERS = ["".join(each) for each in itertools.product("rf", repeat=3)]
+
+
+@pytest.mark.parametrize("factor", [1e-3, 10.0])
+@pytest.mark.parametrize("order", helpers.quick_are({"rrr"}, ORDERS))
+def test_a_third_derivative_is_right_in_every_order(order, factor):
+    def loss(x, passes_gates):
+        gates = gates_jax.Gates(1.0, ())
+        inside = gates.enter([x]) if passes_gates else [x]
+        made = [ops.sin(1.3 * inside[0])]
+        (y,) = gates.leave(made, [])[0] if passes_gates else made
+        return factor * (y**2 + x * y)
+
+    found, exact = (
+        derivative(functools.partial(loss, passes_gates=each), order)
+        for each in (True, False)
+    )
+    np.testing.assert_allclose(found, exact, rtol=1e-5)
 
 
 def test_a_member_that_is_not_finite_leaves_the_others_alone():
@@ -152,4 +187,4 @@ def test_no_healthy_step_makes_a_nan_or_an_infinity(mode):
 
 def test_no_gate_keeps_what_jax_traced():
     with jax.checking_leaks():
-        jax.jit(lambda: penalty_times_1e5(result_of("float16")))()
+        jax.jit(lambda: penalty_times_1e3(result_of("float16")))()

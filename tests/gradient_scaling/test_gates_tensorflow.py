@@ -31,10 +31,6 @@ def whole_model(model):
     return lambda x: model(x)
 
 
-def in_validation(model):
-    return lambda x: model(x, training=False)
-
-
 def nested(model):
     inner = tf.function(whole_model(model))
     return lambda x: inner(x)
@@ -46,7 +42,7 @@ def a_branch(model):
     )
 
 
-FORMS = (whole_model, in_validation, nested, a_branch)
+FORMS = (whole_model, nested, a_branch)
 
 
 def gradients_after_a_call(policy, form, factor, jit_compile=False):
@@ -100,3 +96,24 @@ def test_without_a_policy_a_function_is_traced_once():
     with tf.GradientTape():
         function(tf.constant(1.0))
     assert len(traces) == 1
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_loss_may_gather_rows_of_a_result(compiled, factor):
+    def gradients(policy):
+        tfmix.set_global_policy(policy)
+        model = network()
+
+        def compute(rows):
+            with tf.GradientTape() as tape:
+                some = tf.gather(model(X), rows)
+                loss = factor * tf.reduce_mean(some**2)
+            return tape.gradient(loss, model.trainable_variables)
+
+        compute = tf.function(compute) if compiled else compute
+        return compute(tf.constant([3, 1, 3]))
+
+    expected = gradients("float32")
+    for a, b in zip(expected, gradients("mixed_float16"), strict=True):
+        assert np.linalg.norm(a - b) < 0.005 * np.linalg.norm(a)

@@ -18,7 +18,7 @@ NAMES = ("mixed_float16", "mixed_bfloat16")
 SIXTEEN = {"mixed_float16": "float16", "bfloat16": "bfloat16", "O3": "float16"}
 
 
-def made(name):
+def make_model(name):
     with tfmix.policy_scope(name):
         model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
         model.compile("sgd", "mse", jit_compile=False)
@@ -40,12 +40,12 @@ WAYS = {
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_model_returns_float32(way, name):
-    assert helpers.dtype_of(WAYS[way](made(name))) == "float32"
+    assert helpers.dtype_of(WAYS[way](make_model(name))) == "float32"
 
 
 @pytest.mark.parametrize("name", SIXTEEN)
 def test_a_layer_and_a_model_inside_another_return_16_bit(name):
-    model, seen = made(name), []
+    model, seen = make_model(name), []
 
     class Outer(keras.Model):
         def call(self, x):
@@ -107,7 +107,6 @@ class Both(NamedTuple):
 
 CONTAINERS = {
     "attributes": lambda x: Record(y=x),
-    "ordered": lambda x: collections.OrderedDict(y=x),
     "default": lambda x: collections.defaultdict(list, y=x),
     "list": lambda x: Row([x]),
     "nested": lambda x: {"a": (Record(y=x), [x, ops.ones((1,), "int32")])},

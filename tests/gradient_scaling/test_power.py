@@ -12,10 +12,10 @@ from tfmix.gradient_scaling import power
 pytestmark = pytest.mark.every_case("each row is a rule of its own, and fast")
 
 
-def of(*gradients, losses=(), place=1.0, is_second=False):
+def of(*gradients, losses=(), place=1.0):
     tensors = [keras.ops.convert_to_tensor(each) for each in gradients]
     losses = [keras.ops.convert_to_tensor(each) for each in losses]
-    found = power.of(tensors, losses, place, is_second)
+    found = power.of(tensors, losses, place)
     return float(helpers.to_numpy(found.up))
 
 
@@ -82,11 +82,3 @@ def test_the_gradient_of_a_loss_for_each_example_lies_higher():
     assert of(np.float32(2.0), place=HIGH) == 2.0**14
     assert of(np.ones(2**10, "float32"), place=HIGH) == 2.0**5
     assert of(np.ones(8, "float32"), place=0.5) == 0.5
-
-
-def test_the_power_of_a_second_derivative_has_a_limit():
-    assert of(np.float32([1e-6]), is_second=True) == 256.0
-    assert of(np.float32([1e-6]), is_second=True, place=0.5) == 128.0
-    assert of(np.float32([2.0**-4]), is_second=True) == 256.0
-    assert of(np.float32([2.0**4]), is_second=True) == 1.0
-    assert of(np.float32([0.0]), is_second=True) == 256.0

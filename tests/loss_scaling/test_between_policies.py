@@ -33,11 +33,11 @@ tensorflow_only = helpers.requires_backend("tensorflow")
 
 @pytest.fixture(autouse=True)
 def plain_keras():
-    """Keras's policies are Keras's own; see `made`."""
+    """Keras's policies are Keras's own; see `make_model`."""
     replacing.want(replacing.COMPILE, False)
 
 
-def made(policy, seed, build=True, optimizer="Adam"):
+def make_model(policy, seed, build=True, optimizer="Adam"):
     """Returns a compiled model in the middle of a run, made under a policy."""
     name = policy.split()[1]
     keras.utils.clear_session()
@@ -95,7 +95,7 @@ def saved(policy, seed=3):
     """Returns a folder with a run in every kind of file, and its state."""
     path = pathlib.Path(folder().name, policy.replace(" ", "_"))
     path.mkdir()
-    model = made(policy, seed)
+    model = make_model(policy, seed)
     values = helpers.snapshot(state(model))
     scales = helpers.snapshot(scale(model)) if has_scale(model) else None
     if not helpers.ON_JAX:
@@ -151,7 +151,7 @@ def test_a_checkpoint_of_one_policy_is_restored_under_another(
     writer, reader, objects, build
 ):
     path, values, scales = saved(writer)
-    model = made(reader, 2, build)
+    model = make_model(reader, 2, build)
     status = checkpoint(model, objects).read(str(path / objects))
     if not build:
         model.optimizer.build(model.trainable_variables)
@@ -171,7 +171,7 @@ def test_weights_and_a_backup_hold_the_optimizer_of_any_policy(
     writer, reader, way, said
 ):
     path, values, scales = saved(writer)
-    model = made(reader, 2)
+    model = make_model(reader, 2)
     if way == "backup":
         load = backup(path, model).on_train_begin
     else:
@@ -186,7 +186,7 @@ def test_weights_and_a_backup_hold_the_optimizer_of_any_policy(
 @pytest.mark.parametrize(("writer", "reader"), PAIRS)
 def test_weights_load_where_the_optimizer_is_not_built(writer, reader, said):
     path, values, _ = saved(writer)
-    model = made(reader, 2, build=False)
+    model = make_model(reader, 2, build=False)
     with pytest.warns(UserWarning, match="Skipping variable loading"):
         model.load_weights(path / "run.weights.h5")
     helpers.assert_unchanged(model.weights, values[: len(model.weights)])
@@ -198,7 +198,7 @@ def test_weights_load_where_the_optimizer_is_not_built(writer, reader, said):
 @pytest.mark.parametrize(("writer", "reader"), PAIRS)
 def test_a_model_file_holds_the_optimizer_of_any_policy(writer, reader, said):
     path, values, scales = saved(writer)
-    made(reader, 2, build=False)
+    make_model(reader, 2, build=False)
     with warned(reader):
         model = keras.saving.load_model(path / "run.keras")
     assert_restored(model, values, None if reader == SCALER else scales)
@@ -214,7 +214,7 @@ def test_a_model_file_holds_the_optimizer_of_any_policy(writer, reader, said):
 @pytest.mark.parametrize(("writer", "reader"), PAIRS)
 def test_a_model_file_of_the_old_format_loads_as_in_keras(writer, reader):
     path, values, _ = saved(writer)
-    made(reader, 2, build=False)
+    make_model(reader, 2, build=False)
     model = keras.saving.load_model(path / "run.h5")
     helpers.assert_unchanged(model.weights, values[: len(model.weights)])
     assert type(bare(model)) is keras.optimizers.Adam
@@ -232,7 +232,7 @@ def test_a_model_file_of_the_old_format_loads_as_in_keras(writer, reader):
 def test_a_file_of_another_optimizer_loads_with_a_warning(writer, reader, said):
     # Without tfmix, Keras takes the optimizer out of what later files say.
     path, values, _ = saved(writer)
-    made(reader, 2, build=False)
+    make_model(reader, 2, build=False)
     with pytest.warns(UserWarning, match="Skipping variable loading"):
         model = keras.saving.load_model(path / "later.keras")
     helpers.assert_unchanged(model.weights, values[: len(model.weights)])

@@ -1,4 +1,4 @@
-"""XLA compiles a step without branches, copies, or calls to the host."""
+"""XLA compiles a step without branches, and it decides as without XLA."""
 
 import keras
 import numpy as np
@@ -8,69 +8,24 @@ from tests import helpers, steps
 from tfmix.loss_scaling import optimizer as optimizers
 
 
-def built(shape, count):
-    model = [
-        keras.Variable(np.zeros(shape, "float32"), name=f"v{n}")
-        for n in range(count)
-    ]
+# `promises/test_users_programs.py` has JAX's program, `tools/hardware` those of
+# accelerators.
+@helpers.requires_backend("tensorflow")
+def test_the_skip_is_not_a_branch():
+    import tensorflow as tf
+
+    model = [keras.Variable(np.zeros((256, 128), "float32"))]
     optimizer = optimizers.LossScaleOptimizer(keras.optimizers.Adam())
     optimizer.build(model)
     helpers.takes_scaled_gradients(optimizer)
-    return model, optimizer
-
-
-def jax_program(model, optimizer):
-    import jax
-
-    grads = [jax.numpy.ones(v.shape) for v in model]
-    state = [v.value for v in optimizer.variables]
-    values = [v.value for v in model]
-
-    step = jax.jit(optimizer.stateless_apply, donate_argnums=(0, 2))
-    return step.lower(state, grads, values)
-
-
-def tensorflow_program(model, optimizer):
-    import tensorflow as tf
 
     @tf.function(autograph=False, jit_compile=True)
     def step(grads):
         optimizer.apply(grads, model)
 
     grads = [tf.ones(v.shape) for v in model]
-    return step.experimental_get_compiler_ir(grads)(stage="optimized_hlo")
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("shape", [(256, 128), (4,)])
-def test_the_skip_is_not_a_branch(shape):
-    # `tests/hardware` tests that an accelerator's program copies no slots
-    # either.
-    model, optimizer = built(shape, 2)
-    assert " conditional(" not in program_of(model, optimizer)
-
-
-def program_of(model, optimizer):
-    if keras.backend.backend() == "jax":
-        return jax_program(model, optimizer).compile().as_text()
-    return tensorflow_program(model, optimizer)
-
-
-@helpers.requires_backend("jax")
-def test_the_compiled_step_never_waits_for_the_host():
-    import jax
-
-    def printing(value):
-        jax.debug.print("{}", value)
-        return value
-
-    words = ("callback", "infeed", "outfeed", " send(", " recv(")
-    for lowered, expected in (
-        (jax_program(*built((256, 128), 2)), []),
-        (jax.jit(printing).lower(1.0), ["callback"]),
-    ):
-        program = lowered.compile().as_text()
-        assert [word for word in words if word in program] == expected
+    program = step.experimental_get_compiler_ir(grads)(stage="optimized_hlo")
+    assert " conditional(" not in program
 
 
 # A number of an unscaled gradient, the loss scale by which float32 multiplies
@@ -101,9 +56,8 @@ def test_the_check_never_decides_wrongly(mode, value, scale, applied):
     assert optimizer.skipped_steps == (not applied)
 
 
-# Keras divides the sparse gradients of the first three.
+# Keras divides the sparse gradients of the first two.
 SPARSE = {
-    "rmsprop": lambda: keras.optimizers.RMSprop(0.01),
     "rmsprop, momentum": lambda: keras.optimizers.RMSprop(0.01, momentum=0.5),
     "adadelta": lambda: keras.optimizers.Adadelta(0.5),
     "sgd": lambda: keras.optimizers.SGD(0.1),

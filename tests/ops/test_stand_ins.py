@@ -9,9 +9,8 @@ from keras import ops as kops
 
 from tests import helpers
 from tests.ops import test_every_op as every_op
-from tfmix._keras import op_places
+from tfmix._keras import context, op_places, replacing
 from tfmix.autocast.global_policy import policy_scope
-from tfmix.ops import stand_ins
 from tfmix.policy import op_lists
 from tfmix.policy import policy as policies
 
@@ -23,10 +22,10 @@ FORMATS_OF_ALL_OPS = (
 
 @pytest.fixture(autouse=True)
 def _no_rules_before_or_after():
-    stand_ins.install(())
+    replacing.install(())
     yield
-    stand_ins.install(())
-    assert not stand_ins.installed()
+    replacing.install(())
+    assert not context.installed.rules
 
 
 def available_defaults():
@@ -59,7 +58,7 @@ def test_a_ruled_op_is_the_float32_op_rounded_once_if_it_is_16_bit(name, dtype):
     if name in op_lists.INSIDE:
         cast = functools.partial(kops.cast, dtype=dtype)
         expected = keras.tree.map_structure(cast, expected)
-    stand_ins.install([name])
+    replacing.install([name])
     actual = call(name, x)
     keras.tree.map_structure(assert_same, actual, expected)
 
@@ -71,7 +70,7 @@ def test_wider_and_integer_input_is_untouched(name, dtype):
     if name == "softmax" and dtype == "int32":
         pytest.skip("Keras has no softmax of integers")
     before = getattr(kops, name)(x)
-    stand_ins.install([name])
+    replacing.install([name])
     assert_same(getattr(kops, name)(x), before)
 
 
@@ -79,7 +78,7 @@ def test_wider_and_integer_input_is_untouched(name, dtype):
 @pytest.mark.parametrize("by_name", [True, False])
 def test_an_explicit_dtype_argument_is_obeyed(wanted, by_name):
     x = tensor(np.ones(4096), "float16")
-    stand_ins.install(["cumsum"])
+    replacing.install(["cumsum"])
     if by_name:
         result = kops.cumsum(x, dtype=wanted)
     else:
@@ -90,7 +89,7 @@ def test_an_explicit_dtype_argument_is_obeyed(wanted, by_name):
 
 def test_an_op_that_rounds_nothing_stays_kerass():
     before = op_places.BACKEND_OPS.numpy
-    stand_ins.install(["sum", policies.SIXTEEN_BIT])
+    replacing.install(["sum", policies.SIXTEEN_BIT])
     now = op_places.BACKEND_OPS.numpy
     assert now.sum is not before.sum
     for name in op_lists.EXACT & vars(before).keys():
@@ -104,7 +103,7 @@ def test_sparse_input_is_untouched():
     dense = tf.constant([[0.0, 2.0], [3.0, 0.0]], tf.float16)
     sparse = tf.sparse.from_dense(dense)
     before = kops.sum(sparse, axis=1)
-    stand_ins.install(["sum"])
+    replacing.install(["sum"])
     after = kops.sum(sparse, axis=1)
     assert type(after) is type(before)
     assert after.dtype == before.dtype

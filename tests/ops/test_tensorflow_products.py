@@ -11,7 +11,7 @@ from keras import layers
 import tfmix
 from tests import helpers
 from tests.ops import test_weights as weights
-from tfmix._keras import tracing
+from tfmix._keras import context
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
@@ -75,7 +75,7 @@ def step(name, policy):
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_a_gpu_multiplies_16_bit_factors(name, policy):
-    with tracing.compiled_for("cuda"):
+    with context.compiled_for("cuda"):
         found = product_dtypes(step(name, policy).graph)
     assert set(found) == {policy.removeprefix("mixed_")}
 
@@ -94,7 +94,7 @@ def summed(x, upstream):
             (x * upstream).sum(0).astype(narrow.dtype.as_numpy_dtype)
         )
 
-    with tracing.compiled_for("cuda"):
+    with context.compiled_for("cuda"):
         found = tensorflow_products._summed(
             product,
             [tf.constant(x), tf.constant(upstream), tf.constant(x[0])],
@@ -185,7 +185,7 @@ def test_the_gradient_of_a_bias_is_summed_in_float32(op, policy):
         return tape.gradient(value, layer.b.value, upstream)
 
     x = tf.zeros((1024, 2, 3))
-    with tracing.compiled_for("cuda"):
+    with context.compiled_for("cuda"):
         graph = gradient.get_concrete_function(x).graph
         found = gradient(x)
     sign = -1 if op is keras.ops.subtract else 1

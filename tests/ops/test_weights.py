@@ -10,12 +10,11 @@ from keras import layers, ops
 
 import tfmix
 from tests import helpers, loops, steps
-from tfmix._keras import tracing
+from tfmix._keras import context
 
-ON_JAX = keras.backend.backend() == "jax"
 # The last two run code that TensorFlow traces for a GPU.
 ON_TENSORFLOW = "eager", "graph", "jit", "eager-gpu", "gpu"
-WAYS = ("eager", "jit") if ON_JAX else ON_TENSORFLOW
+WAYS = ("eager", "jit") if helpers.ON_JAX else ON_TENSORFLOW
 MODES_OF = {"jit": steps.MODES[-1], "eager-gpu": "eager", "gpu": "graph"}
 RNG = np.random.default_rng(0)
 
@@ -141,19 +140,6 @@ class PerRow(Cell):
         return h, [h]
 
 
-class Selecting(Cell):
-    """Multiplies another number of rows in each step."""
-
-    def call(self, x, states):
-        import tensorflow as tf
-
-        h, _ = super().call(x, states)
-        some = tf.boolean_mask(h, x[:, 0] > 0)
-        some = ops.matmul(some, self.recurrent) + self.bias
-        h = ops.tanh(h + 0.1 * ops.sum(some, axis=0, keepdims=True))
-        return h, [h]
-
-
 def adapted():
     layer = layers.Dense(8)
     layer.build((None, 10))
@@ -172,10 +158,8 @@ MODELS = {
     "dense": (lambda: [layers.Dense(16)], ROWS),
     "einsum": (lambda: [layers.EinsumDense(*EINSUM)], normal(8, 12, 10)),
     "conv": (lambda: [layers.Conv2D(8, 3, padding="same")], PIXELS),
-    "pointwise": (lambda: [layers.Conv2D(4, 1, strides=2)], PIXELS),
     "grouped": (lambda: [layers.Conv2D(8, 3, groups=2)], PIXELS),
     "causal": (lambda: [layers.Conv1D(8, 3, padding="causal")], TEXT),
-    "conv3d": (lambda: [layers.Conv3D(8, 3)], normal(4, 4, 4, 4, 4)),
     "depthwise": (lambda: [layers.DepthwiseConv2D(3)], PIXELS),
     "separable": (lambda: [layers.SeparableConv2D(6, 3)], PIXELS),
     "transposed": (lambda: [layers.Conv2DTranspose(6, 3, strides=2)], PIXELS),
@@ -206,9 +190,8 @@ MODELS = {
     "adapted": (adapted, ROWS),
     "shared": (lambda: [Repeated()], normal(64, 16)),
 }
-if not ON_JAX:
+if not helpers.ON_JAX:
     MODELS["changing"] = (lambda: [layers.RNN(Changing())], SHORT)
-    MODELS["selecting"] = (lambda: [layers.RNN(Selecting())], SHORT)
 # A CPU's kernels for the gradient of a depthwise filter, and for an einsum, sum
 # in 16 bit. A GPU's, for which they stand here, do not.
 SUMMED_BY_A_CPU = 0.1
@@ -237,7 +220,7 @@ def gradients(policy, name, way, weights=None):
 
 
 def traced(way):
-    for_gpu = tracing.compiled_for("cuda")
+    for_gpu = context.compiled_for("cuda")
     return for_gpu if "gpu" in way else contextlib.nullcontext()
 
 

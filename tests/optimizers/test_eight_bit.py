@@ -112,22 +112,6 @@ def test_codes_match_a_plain_numpy_version(name, value):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES)
-def test_encoding_again_keeps_the_bits(code):
-    rng = np.random.default_rng(0)
-    value = rng.normal(size=1000) * 10.0 ** rng.uniform(-3, 3, 1000)
-    value = np.abs(value) if not code.signed else value
-    once = there_and_back(value, code)
-    moved = once.copy()
-    # The block gets another scale, but its other numbers are the same.
-    moved[0] = 64 * np.abs(once).max()
-    again = there_and_back(moved, code)
-    big = np.abs(once) > moved[0] * 2.0 ** (3 - code.octaves)
-    assert np.array_equal(again[1:][big[1:]], once[1:][big[1:]])
-    assert big.sum() > 200
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("code", CODES.values(), ids=CODES)
 def test_stochastic_rounding_is_right_in_the_mean(code):
     value = np.full(2**16, 0.3, "float32")
     value[:: eight_bit.BLOCK] = 1.0

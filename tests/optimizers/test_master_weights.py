@@ -11,7 +11,6 @@ from tests import helpers
 from tests.optimizers import sixteen_bit
 from tfmix.optimizers import master_weights
 
-JAX = keras.backend.backend() == "jax"
 Masters = master_weights.MasterWeightOptimizer
 
 
@@ -19,11 +18,11 @@ Masters = master_weights.MasterWeightOptimizer
 @pytest.mark.parametrize("name", helpers.optimizers_of_a_kind())
 def test_masters_are_the_inner_optimizers_own_float32_run(name):
     old = not hasattr(keras.optimizers, "MultiOptimizer")
-    if name == "Muon" and old and not JAX:
+    if name == "Muon" and old and not helpers.ON_JAX:
         pytest.skip("Muon of Keras 3.12 fails by itself under TensorFlow")
     # A program of XLA's rounds a product and a sum once where another rounds
     # twice, so under JAX each operation runs on its own, which takes longer.
-    steps = sixteen_bit.gradients(10 if JAX else 200)
+    steps = sixteen_bit.gradients(10 if helpers.ON_JAX else 200)
     with op_by_op():
         expected = sixteen_bit.variables("float32")
         sixteen_bit.run(helpers.make_optimizer(name), expected, steps)
@@ -35,7 +34,7 @@ def test_masters_are_the_inner_optimizers_own_float32_run(name):
 
 
 def op_by_op():
-    if not JAX:
+    if not helpers.ON_JAX:
         return contextlib.nullcontext()
     import jax
 
@@ -131,17 +130,6 @@ def test_settings_of_the_inner_optimizer_act_as_in_float32(settings):
     values = [ops.cast(v, "float32") for v in stored]
     for got, wanted in zip(values, expected, strict=True):
         helpers.assert_close(got, wanted, "bfloat16")
-
-
-def test_masters_inside_masters_are_the_outer_ones():
-    steps, found = sixteen_bit.gradients(2), []
-    for make in (Masters, lambda inner: Masters(Masters(inner))):
-        stored = sixteen_bit.variables("bfloat16")
-        optimizer = make(keras.optimizers.SGD(0.01))
-        sixteen_bit.run(optimizer, stored, steps)
-        values = [optimizer.read_float32(variable) for variable in stored]
-        found.append(sixteen_bit.bits_of([*stored, *values]))
-    assert found[0] == found[1]
 
 
 def test_a_map_of_optimizers_finds_the_paths_of_the_model():

@@ -278,13 +278,9 @@ class Machine:
         law("s", not wrong, f"the check finds {wrong}")
 
     def _scale_monitor(self):
-        self._fit(tfmix.callbacks.LossScaleMonitor(every=1))
-
-    def _fit(self, callback):
-        data = small_data()
+        data, monitor = small_data(), tfmix.callbacks.LossScaleMonitor(every=1)
         x, y = (np.tile(a, (self.order.replicas, 1)) for a in (data.x, data.y))
-
-        how = {"batch_size": len(x), "shuffle": False, "callbacks": [callback]}
+        how = {"batch_size": len(x), "shuffle": False, "callbacks": [monitor]}
 
         def step():
             self.model.fit(x, y, verbose=0, **how)

@@ -16,9 +16,6 @@ EVERYWHERE = {
     "a loss scaler given to a pure model": orders.Order(
         ("compile:adam:scaled",), made="float16"
     ),
-    "a loss scaler in a model that becomes pure": orders.Order(
-        ("apply:bfloat16",), made="mixed_float16", wrap="scaled"
-    ),
     # Under XLA, a skipped step restored views of 16-bit variables twice.
     "lost bits under XLA": orders.Order(
         ("thaw",), made="bfloat16", wrap="stochastic", mode="xla"
@@ -33,9 +30,6 @@ EVERYWHERE = {
     # tfmix did not remove its own wrappers.
     "the way back to float32 from mixed_float16": orders.Order(
         ("apply:float32",), made="mixed_float16"
-    ),
-    "the way back to float32 from float16": orders.Order(
-        ("apply:float32",), made="float16", optimizer="adam"
     ),
     "from pure to mixed": orders.Order(
         ("apply:mixed_bfloat16",), made="bfloat16", optimizer="momentum"

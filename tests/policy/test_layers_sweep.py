@@ -118,11 +118,10 @@ def test_every_exception_is_in_the_docs_with_its_reason():
 def test_every_default_layer_rule_is_in_the_docs():
     text = DOCS.read_text()
     missing = [
-        rule.layer_class
-        for rule in float32_layers.DEFAULT_LAYER_RULES
+        name
+        for name in float32_layers.DEFAULT_LAYERS
         # Users do not know the base classes of preprocessing layers.
-        if not rule.layer_class.endswith("DataLayer")
-        and f"`{rule.layer_class}`" not in text
+        if not name.endswith("DataLayer") and f"`{name}`" not in text
     ]
     assert missing == []
 
@@ -136,19 +135,3 @@ def test_a_deviation_is_measured_in_epsilons_of_the_format():
     assert found.worst == "output 0"
     assert found.is_within(2.0)
     assert not found.is_within(1.9)
-
-
-@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-def test_nan_inside_the_range_exceeds_the_bound(bad):
-    reference = {"output 0": np.array([1.0, 65504.0])}
-    actual = {"output 0": np.array([1.0, bad])}
-    found = layer_deviation.compare(actual, reference, "float16")
-    assert found.not_finite == 1
-    assert not found.is_within(1e9)
-
-
-def test_values_outside_the_range_in_float32_do_not_count():
-    reference = {"output 0": np.array([1.0, 65520.0])}
-    actual = {"output 0": np.array([1.0, np.inf])}
-    found = layer_deviation.compare(actual, reference, "float16")
-    assert found.is_within(0.0)

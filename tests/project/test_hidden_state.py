@@ -29,12 +29,11 @@ def test_each_context_variable_has_its_mechanism():
         for _ in re.findall(r"ContextVar\(", text)
     ]
     assert sorted(found) == [
-        # The settings of the code that a call runs.
-        "context_values.py",
+        # The settings of the code that a call runs, and the platform that
+        # `compile_for` compiles for.
+        *["context.py"] * 2,
         # The watch of the `fit` around.
         "skip_report.py",
-        # The platform that `compile_for` compiles for.
-        "tracing.py",
     ]
 
 
@@ -46,14 +45,14 @@ def test_each_weak_collection_of_the_core_has_its_reason():
         if "tools" not in path.parts
     ]
     assert sorted(weak) == [
-        # Counts of optimizers that nothing wraps.
-        "bare_optimizers.py",
-        # The checkpoints that a wrapper is restored from.
-        "files.py",
         # The models that scale their gradients.
         "model_call.py",
+        # The checkpoints that a wrapper is restored from.
+        "optimizers.py",
         # Who moves a model's place, and the places.
         *["placing.py"] * 2,
+        # Counts of optimizers that nothing wraps.
+        "state.py",
     ]
 
 

@@ -8,18 +8,15 @@ CORE = (
 )
 # Files of the core that are tested under another name.
 ELSEWHERE = {
-    "policy/names": "policy/test_policy",
-    "ops/jax_custom_gradients": "gradient_scaling/test_users_gradients",
+    "autocast/layer_calls": "autocast/test_fallback",
     "ops/tensors": "ops/test_apply",
     "ops/ways": "ops/test_loops",
     "loss_scaling/errors": "loss_scaling/test_optimizer",
-    "loss_scaling/inner_attributes": "loss_scaling/test_optimizer",
     "loss_scaling/state": "loss_scaling/test_optimizer",
     "optimizers/eight_bit_slots": "optimizers/test_low_memory",
     "optimizers/wrapper": "optimizers/test_sixteen_bit_optimizer",
     # What only this folder may know of Keras has a contract for each name.
-    "_keras/custom_vjp": "_keras/test_contract_meanings",
-    "_keras/files": "loss_scaling/test_between_policies",
+    "_keras/files": "promises/test_export",
     "_keras/float8_kernel": "float8/test_product",
     "_keras/graphs": "conversion/test_convert",
     "_keras/kernels": "step/test_finite",

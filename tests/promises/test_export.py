@@ -43,7 +43,6 @@ class Own(layers.Layer):
 
     def build(self, shape):
         self.w = self.add_weight(shape=(shape[-1], shape[-1]))
-        self.function = tf.function(self.times)
 
     def times(self, x):
         return ops.matmul(x, self.w)
@@ -97,16 +96,7 @@ KINDS = {
         layers.BatchNormalization,
         layers.GlobalAveragePooling2D,
     ),
-    "branch": own(
-        lambda layer, x: ops.cond(
-            ops.sum(x) > 0, lambda: layer.times(x), lambda: x
-        )
-    ),
     "loop": own(lambda layer, x: layer.twice(x)),
-    "mapped": own(
-        lambda layer, x: tf.map_fn(lambda row: layer.times(row[None])[0], x)
-    ),
-    "function": own(lambda layer, x: layer.function(x)),
     "gradient": own(lambda layer, x: layer.differentiated(x)),
 }
 

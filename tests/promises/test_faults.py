@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.fault_cases import catalogue, record, replicas, systems
+from benchmarks.fault_cases import catalogue, replicas, systems
 from tests import helpers
 
 # These train several models, or start processes.
@@ -115,17 +115,3 @@ def test_an_exception_for_a_system_names_a_fault():
 def test_a_system_without_the_remedy_does_not_survive(name):
     outcome = catalogue.by_name(name).run(system("Keras"))
     assert outcome.word == "**lost**", outcome.text
-
-
-def test_each_fault_has_a_unique_name_and_a_title():
-    names = [fault.name for fault in catalogue.FAULTS]
-    assert len(names) == len(set(names)) >= 24
-    assert all(fault.title for fault in catalogue.FAULTS)
-
-
-def test_an_exception_is_an_outcome():
-    def provoke(_):
-        raise RuntimeError("in user code:\n  File x\n  RuntimeError: the why\n")
-
-    outcome = record.Fault("name", "title", provoke).run(system("tfmix"))
-    assert outcome == record.Outcome(False, "raises RuntimeError: the why")

@@ -78,7 +78,7 @@ def with_ending(inputs, x, kind):
     return keras.Model(inputs, x)
 
 
-def made(kind, policy="float32"):
+def make_model(kind, policy="float32"):
     """Makes a model under a policy; it is not compiled."""
     with tfmix.policy_scope(policy):
         return with_ending(*kind(), kind)
@@ -101,81 +101,78 @@ def loaded(model, policy=None, folder=None):
 
 def made_in_a_scope(kind, policy, folder):
     with tfmix.policy_scope(policy):
-        return compiled(made(kind, policy))
+        return compiled(make_model(kind, policy))
 
 
 def compiled_file_in_a_scope(kind, policy, folder):
-    return loaded(compiled(made(kind, policy)), policy, folder)
+    return loaded(compiled(make_model(kind, policy)), policy, folder)
 
 
 def compiled_file_outside(kind, policy, folder):
-    return loaded(compiled(made(kind, policy)), None, folder)
+    return loaded(compiled(make_model(kind, policy)), None, folder)
 
 
 def file_in_a_scope(kind, policy, folder):
-    return compiled(loaded(made(kind, policy), policy, folder))
+    return compiled(loaded(make_model(kind, policy), policy, folder))
 
 
 def file_outside(kind, policy, folder):
-    return compiled(loaded(made(kind, policy), None, folder))
+    return compiled(loaded(make_model(kind, policy), None, folder))
 
 
 def clone(kind, policy, folder):
-    return compiled(keras.models.clone_model(made(kind, policy)))
+    return compiled(keras.models.clone_model(make_model(kind, policy)))
 
 
 def from_config(kind, policy, folder):
-    return compiled(keras.Model.from_config(made(kind, policy).get_config()))
-
-
-def from_json(kind, policy, folder):
-    text = made(kind, policy).to_json()
-    return compiled(keras.models.model_from_json(text))
+    return compiled(
+        keras.Model.from_config(make_model(kind, policy).get_config())
+    )
 
 
 def pickled(kind, policy, folder):
-    return pickle.loads(pickle.dumps(compiled(made(kind, policy))))
+    return pickle.loads(pickle.dumps(compiled(make_model(kind, policy))))
 
 
 def copied(kind, policy, folder):
-    return copy.deepcopy(compiled(made(kind, policy)))
+    return copy.deepcopy(compiled(make_model(kind, policy)))
 
 
 def applied(kind, policy, folder):
-    model = compiled(made(kind))
+    model = compiled(make_model(kind))
     tfmix.apply_policy(model, policy)
     return model
 
 
 def applied_then_compiled(kind, policy, folder):
-    model = made(kind)
+    model = make_model(kind)
     tfmix.apply_policy(model, policy)
     return compiled(model)
 
 
 def converted(kind, policy, folder):
-    return tfmix.convert_model(compiled(made(kind)), policy)
+    return tfmix.convert_model(compiled(make_model(kind)), policy)
 
 
 def prepared(kind, policy, folder):
-    model, optimizer, _ = tfmix.prepare(made(kind), "adam", policy)
+    model, optimizer, _ = tfmix.prepare(make_model(kind), "adam", policy)
     model.compile(optimizer, LOSS)
     return model
 
 
 def wrapped(kind, policy, folder):
-    model = made(kind, policy)
+    model = make_model(kind, policy)
     return compiled(keras.Model(model.input, model(model.input)))
 
 
 def loaded_and_wrapped(kind, policy, folder):
-    model = loaded(made(kind, policy), None, folder)
+    model = loaded(make_model(kind, policy), None, folder)
     inputs = keras.Input(model.input_shape[1:])
     return compiled(keras.Sequential([inputs, model]))
 
 
 def new_head(kind, policy, folder):
-    model = loaded(made(kind, policy), None, folder)
+    model = loaded(make_model(kind, policy), None, folder)
     with tfmix.policy_scope(policy):
         trunk = model.layers[-len(ending(kind)) - 1].output
         return compiled(with_ending(model.inputs, trunk, kind))
@@ -183,7 +180,7 @@ def new_head(kind, policy, folder):
 
 WAYS = (
     *(made_in_a_scope, compiled_file_in_a_scope, compiled_file_outside),
-    *(file_in_a_scope, file_outside, clone, from_config, from_json),
+    *(file_in_a_scope, file_outside, clone, from_config),
     *(pickled, copied, applied, applied_then_compiled, converted, prepared),
     *(wrapped, loaded_and_wrapped, new_head),
 )
@@ -226,7 +223,7 @@ def operations(text):
 @functools.cache
 def expected(kind, policy):
     """Counts the operations of a model that was compiled after its scope."""
-    found = operations(program(compiled(made(kind, policy))))
+    found = operations(program(compiled(make_model(kind, policy))))
     assert sum(found.values()) > 100
     return found
 
@@ -259,7 +256,7 @@ def test_a_model_of_keras_alone_is_the_same_program(is_loaded, kind, tmp_path):
 
 
 def test_the_comparison_sees_another_program():
-    model = made(dense, "mixed_float16")
+    model = make_model(dense, "mixed_float16")
     model.layers[-1].dtype_policy = keras.DTypePolicy("mixed_float16")
     found = operations(program(compiled(model)))
     assert found != expected(dense, "mixed_float16")

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 
 from tests import helpers
-from tests.tools.diagnostics import faults
 from tfmix import _tables
 from tfmix.tools import cli
-from tfmix.tools.diagnostics import check
 
 # Quotes end an HTML attribute, and brackets begin a tag of HTML or rich.
 HOSTILE = "a\"b'c<img src=x onerror=alert(1)>&amp;[red]"
@@ -99,24 +97,6 @@ def assert_only_text(page):
 def test_an_unescaped_name_is_found():
     with pytest.raises(AssertionError):
         assert_only_text(f"<p>{HOSTILE}</p>")
-
-
-def with_names(rows, **more):
-    replace = dataclasses.replace
-    return tuple(replace(row, layer=HOSTILE, **more) for row in rows)
-
-
-def test_the_page_of_check_escapes_names_and_advice():
-    case = faults.loud_between_others()
-    report = check.check(case.model, case.x, case.y, loss="mse")
-    hostile = dataclasses.replace(
-        report,
-        rows=with_names(report.rows, advice=HOSTILE),
-        model_name=HOSTILE,
-        notes=(HOSTILE,),
-    )
-    assert_only_text(helpers.notebook_html(hostile))
-    assert "[red]" in str(hostile)
 
 
 def test_every_part_of_a_table_is_escaped():

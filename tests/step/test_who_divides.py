@@ -20,7 +20,6 @@ from tests import helpers, steps
 from tests.steps import MODES
 from tfmix.loss_scaling import rules
 
-ON_JAX = keras.backend.backend() == "jax"
 OLD = "get_unscaled_gradients"
 SCALE = 8.0
 X = np.ones((4, 3), "float32")
@@ -93,7 +92,7 @@ def loaded():
 
 def fitted(mode):
     model = network()
-    how = {} if ON_JAX else {"jit_compile": mode == "xla"}
+    how = {} if helpers.ON_JAX else {"jit_compile": mode == "xla"}
     model.compile(scaler(), "mse", run_eagerly=mode == "eager", **how)
     model.fit(X, X[:, :1], verbose=0)
     return model
@@ -180,7 +179,7 @@ def compiled_in(mode, function, loop):
     """Compiles a function that may assign a loop's variables."""
     if mode == "eager":
         return function
-    if not ON_JAX:
+    if not helpers.ON_JAX:
         return steps.compiled(function, mode)
     import jax
 
@@ -401,7 +400,7 @@ def test_numbers_of_the_host_are_refused_in_a_compiled_function(mode, read):
         read(loop.optimizer)
         return
     counts = [compiled_in(mode, lambda _: read(loop.optimizer), loop)]
-    if ON_JAX:
+    if helpers.ON_JAX:
         # JAX can count without a scope, too.
         counts.append(steps.compiled(lambda _: read(loop.optimizer), mode))
     for count in counts:
@@ -413,7 +412,7 @@ def test_numbers_of_the_host_are_refused_in_a_compiled_function(mode, read):
 @pytest.mark.parametrize("wrapped", [True, False])
 def test_a_variable_that_two_networks_share_gets_both_gradients(mode, wrapped):
     # An actor and a critic share a trunk, and their lists are joined.
-    if ON_JAX and mode == "jit":
+    if helpers.ON_JAX and mode == "jit":
         pytest.skip("`stateless_apply` takes one gradient for each variable")
 
     def trained(wrap):
@@ -490,10 +489,6 @@ class TestTensorFlow:
         # Float16 cannot hold the sum of the two values of one row.
         optimizer.apply(gradient(64000, 64000, 4), [table])
         assert table.numpy().ravel().tolist() == [0, -32000, 0, -1, 0, 0]
-
-    def test_stateless_apply_is_refused_by_keras(self):
-        with pytest.raises(ValueError, match="TensorFlow backend"):
-            scaler().stateless_apply([], [], [])
 
 
 @pytest.mark.parametrize(("last", "scale"), [(1.0, 2.0**14), (np.nan, 2.0**15)])

@@ -54,23 +54,6 @@ def test_the_verdict_asks_for_accuracy_and_agreement(accuracies, healthy):
     assert report_of(*accuracies).healthy is healthy
 
 
-def test_every_policy_trains_from_every_seed(monkeypatch, capsys):
-    seen = []
-
-    def train(policy, seed, data, epochs):
-        seen.append((policy, seed, epochs))
-        return dataclasses.replace(RUN, policy=policy, seed=seed)
-
-    monkeypatch.setattr(demo, "train", train)
-    demo.run()
-    planned = [(p, seed, demo.EPOCHS) for p in demo.POLICIES for seed in (0, 1)]
-    # Keras's float16 has one seed.
-    assert seen == [*planned, (demo.KERAS, 0, demo.EPOCHS)]
-    assert "mixed_float16, seed 1: 99.00% in 2 s" in capsys.readouterr().out
-    demo.run(seeds=1, quiet=True)
-    assert capsys.readouterr().out == ""
-
-
 def test_keras_is_shown_beside_and_not_judged():
     bad = dataclasses.replace(
         RUN, policy=demo.KERAS, accuracy=0.1, skipped_steps=None

@@ -17,7 +17,7 @@ import pytest
 
 from tests import helpers, processes
 from tests.tree import ROOT
-from tfmix.policy import names
+from tfmix.policy import policy as policies
 from tfmix.tools import cli
 from tfmix.tools.run import report, session, steps, verdict
 
@@ -28,15 +28,10 @@ START = "import sys, tfmix_script; sys.exit(tfmix_script.main())"
 # Some that train within seconds, with loops, `fit` and steps of their own.
 QUICK = {
     "tensorflow": (
-        *("custom_train_step", "gan", "guide_loop", "in_top_k", "loop_eager"),
-        *("epsilon_1e30", "loop_with_batch_norm", "physics_informed"),
-        *("unscaled_train_step", "where_raw_tf"),
+        *("custom_train_step", "gan", "guide_loop", "loop_eager"),
+        *("loop_with_batch_norm", "unscaled_train_step"),
     ),
-    "jax": (
-        *("drop_path_keras_random", "epsilon_1e9", "guide_loop_jax"),
-        *("guide_train_step_jax", "highway_numpy_bias", "masked_attention"),
-        "time2vec",
-    ),
+    "jax": ("guide_loop_jax", "guide_train_step_jax", "masked_attention"),
 }
 
 
@@ -82,10 +77,6 @@ parser.add_argument("--policy")
 parser.add_argument("--json")
 print(parser.parse_known_args())
 """,
-    "usage": """
-import argparse
-argparse.ArgumentParser().parse_args()
-""",
     "raises": """
 def inner():
     return {}["missing"]
@@ -129,15 +120,6 @@ def test_a_script_runs_as_under_python(name, tmp_path):
     assert done.stderr.startswith(expected.stderr)
     # What it says besides is one line, or nothing if Python was killed.
     assert done.stderr.removeprefix(expected.stderr).count("\n") <= 1
-
-
-@once
-def test_a_script_that_exits_with_a_code_has_it(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(f"{USES}\nraise SystemExit(3)")
-    done = run(script)
-    assert done.returncode == 3
-    assert "error" not in done.stderr
 
 
 # Packages in place of the real ones, which take seconds. TensorFlow looks for
@@ -236,21 +218,6 @@ except ImportError:
     os.environ["KERAS_BACKEND"] = "tensorflow"
     import keras
 keras.Layer()
-""",
-    "lazily": """
-import importlib.util, sys
-spec = importlib.util.find_spec("keras")
-spec.loader = importlib.util.LazyLoader(spec.loader)
-keras = sys.modules["keras"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(keras)
-keras.Layer()
-""",
-    "a thread": """
-import threading
-def work():
-    import keras
-    keras.Layer()
-threading.Thread(target=work).start()
 """,
     "runpy": "import runpy\nrunpy.run_path('notebook.py')",
 }
@@ -375,7 +342,7 @@ def test_a_wrong_word_is_one_line_and_code_2(words, said, capsys):
 
 
 def test_the_policies_that_it_knows_are_all_there_are():
-    assert sorted(cli._POLICIES) == sorted(names.NAMES)
+    assert sorted(cli._POLICIES) == sorted(policies.NAMES)
 
 
 # What cannot be computed in 16 bit.
@@ -541,6 +508,7 @@ def test_two_runs_stand_side_by_side(tmp_path):
         place = "in place of the script's mixed_bfloat16"
         assert run["why"] == f"asked for, {place}"
     assert narrow["steps"] == wide["steps"] == 13
+    assert narrow["skipped"] == 0
     # The verdict comes first, and what a CPU can say of it before the ratio.
     printed = done.stderr.partition("tfmix run: script.py. ")[2]
     title = " ".join(printed.partition("mixed_float16")[0].split())
@@ -623,38 +591,6 @@ def test_a_repeated_comparison_takes_turns(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines()[2] == (
         "tfmix run: 3 of 4, float32"
     )
-
-
-# A network, saved and loaded again twice: once to train on, once to predict.
-AGAIN = (
-    TRAINS.replace("Mixes(), ", "")
-    + """
-model = network()
-model.compile("sgd", "mse", run_eagerly={EAGER})
-model.fit(x, y, epochs=2, verbose=0)
-model.save("again.keras")
-again = keras.saving.load_model("again.keras")
-again.fit(x, y, epochs=2, verbose=0)
-keras.saving.load_model("again.keras").predict(x, verbose=0)
-print(again.get_compile_config()["run_eagerly"])
-"""
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_eager", [False, True])
-def test_the_steps_of_a_model_that_is_loaded_again_are_counted(
-    is_eager, tmp_path
-):
-    source = AGAIN.replace("{EAGER}", str(is_eager))
-    data, _ = measured(tmp_path, source, "--policy", "mixed_bfloat16")
-    (found,) = data["runs"]
-    assert not found["failed"]
-    assert found["steps"] == 8
-    assert found["layers"] >= 2
-    # Eager runs have a loss and a first step, too.
-    assert found["loss"] > 0
-    assert found["first_seconds"] > 0
 
 
 @pytest.mark.parametrize(
@@ -780,9 +716,7 @@ FEW = {"blocks": [], "timed": 12}
         ({}, blocks(8, 9), "Not worth it: 0.85 (0.80 to 0.90) times as fast"),
         ({}, blocks(8, 9), "float32. The layers may be too small"),
         ({}, blocks(10.2, 9), "can show: 0.96 (0.90 to 1.02) times as fast"),
-        ({}, blocks(10.4, 10.1), "can show: 1.02 (1.01 to 1.04) times as fast"),
         ({}, FEW, "show: it takes 50 steps, and 12 were timed after the first"),
-        (SLOW, blocks(4), "0.40 (0.40 to 0.40) times as fast as float32, as"),
         (SLOW, blocks(4), "as this NVIDIA H100 emulates float16. The losses"),
         (CPU, blocks(4), "a GPU. Here: 0.40 (0.40 to 0.40) times as fast as"),
         (CPU, FEW, "The time on a CPU does not forecast that on a GPU."),
@@ -847,9 +781,7 @@ class Applied:
     [
         (1, 50, 1, True),
         (50, 1, 1, True),
-        (10, 5, 1, True),
         (7, 8, 1, True),
-        (1, 300, 1, True),
         (5, 5, 2, True),
         (1, 5, 10, True),
         # Two calls say nothing about how much the time varies.
@@ -900,23 +832,3 @@ def test_a_bad_batch_at_the_end_does_not_count_and_bad_weights_do():
     losses.add(np.float32(math.nan))
     losses.add(np.float32(math.nan))
     assert math.isnan(losses.last_tenth())
-
-
-def times(random, milliseconds):
-    """Returns the blocks of 100 steps."""
-    return verdict.blocks(milliseconds * random.lognormal(0, 0.1, 100))
-
-
-def test_a_true_difference_is_seen_and_a_small_one_is_not():
-    random = np.random.default_rng(0)
-    for pairs in (1, 3):
-        for other, is_faster in ((15, True), (10.2, False)):
-            found = verdict.compare(
-                [
-                    (times(random, 10), times(random, other))
-                    for _ in range(pairs)
-                ]
-            )
-            assert found.is_faster() is is_faster
-            assert found.low < found.median < found.high
-            assert found.median == pytest.approx(other / 10, rel=0.05)

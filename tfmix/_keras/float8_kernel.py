@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import kernels, tracing
+from tfmix._keras import context, kernels
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
@@ -53,7 +53,7 @@ def float8_product(
             shaped=functools.partial(jax.eval_shape, default),
         )
         return jax.lax.platform_dependent(a, b, cuda=on_gpu, default=default)
-    if not tracing.by_xla():
+    if not context.by_xla():
         # TensorFlow's own operations do not support float8.
         wide = tf.cast(a, tf.float32), tf.cast(b, tf.float32)
         return tf.cast(tf.matmul(*wide, *transposed), dtype)
@@ -61,7 +61,7 @@ def float8_product(
     types = [_stablehlo_type(x.shape, x.dtype.name) for x in (a, b)]
     types.append(_stablehlo_type(shape, dtype))
     layouts, factors, algorithm = "", "%a, %b", ""
-    if tracing.for_gpu():
+    if context.for_gpu():
         layouts, factors = _STABLEHLO_BY_ROWS.format(*types), "%x, %y"
         narrow = [_STABLEHLO[x.dtype.name] for x in (a, b)]
         algorithm = _STABLEHLO_BY_LIBRARY.format(*narrow)

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfmix._keras import tracing
+from tfmix._keras import context
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
@@ -27,7 +27,7 @@ def kept_apart(tensor: Any) -> Any:
     """Returns the tensor behind a barrier to compiler optimizations."""
     if keras.backend.backend() == "jax":
         return jax.lax.optimization_barrier(tensor)
-    if not tracing.by_xla():
+    if not context.by_xla():
         return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=())
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
@@ -117,7 +117,7 @@ def _sums(tensors: Sequence) -> Any:
             tuple(axes),
         )
         return jax.numpy.stack(totals)
-    if not tracing.by_xla():
+    if not context.by_xla():
         return tf.stack([tf.reduce_sum(tensor) for tensor in tensors])
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 

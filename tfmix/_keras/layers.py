@@ -1,10 +1,17 @@
-"""Reads what Keras's layers hold, and calls them."""
+"""Reads what Keras's layers hold, calls them, and wraps their methods.
+
+The wrappers of a layer's methods are attributes of that layer, so Keras's
+classes stay unchanged, and all wrappers of one role are attached and detached
+together.
+"""
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+import itertools
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import keras
 from keras.src.backend.common import (
@@ -14,7 +21,7 @@ from keras.src.backend.common import (
 from keras.src.models import functional
 
 from tfmix import _formats
-from tfmix._keras import global_state, version
+from tfmix._keras import context
 
 # This method runs the time steps of a recurrent layer. Two layers have one of
 # their own, which first tries a function of the backend for all steps.
@@ -184,33 +191,43 @@ def flat_layers(layer: Any) -> list:
     return list(by_id.values())
 
 
-def unlisted_variables(model: keras.Model) -> list:
-    """Lists the variables on a model's layers that Keras does not list.
+def untrained_variables(model: keras.Model) -> list:
+    """Lists the variables of a model that gradients do not update.
 
-    These are the states of stateful RNNs, and TensorFlow's own variables, in
-    attributes of layers, and in lists and dicts there.
+    Among them are some that Keras does not list: the states of stateful RNNs,
+    and TensorFlow's own variables, in attributes of layers, and in lists and
+    dicts there.
     """
+    flat = flat_layers(model)
+    # Keras's own list takes each layer's from the layers around it.
+    listed = {
+        id(x): x
+        for layer in flat
+        for x in (*layer._trainable_variables, *layer._non_trainable_variables)
+    }
+    all_trained = model.trainable
+    found = [x for x in listed.values() if not (all_trained and x.trainable)]
     if keras.backend.backend() != "tensorflow":
-        # Keras passes them to no step that JAX compiles.
-        return []
-    seen, found = {id(variable) for variable in model.variables}, []
-    waiting = [
-        attributes[name]
-        for attributes in map(vars, flat_layers(model))
-        for name in users_attributes(attributes)
-    ][::-1]
-    while waiting:
-        value = waiting.pop()
-        kind: Any = type(value)
-        what = _what_it_holds(kind)
-        if what is None or id(value) in seen:
-            continue
-        seen.add(id(value))
-        if what == "value":
-            found.append(value)
-        else:
-            inner = value.values() if isinstance(value, dict) else value
-            waiting += reversed([*inner])
+        # Keras passes the others to no step that JAX compiles.
+        return found
+    seen = {*listed}
+    waiting: list[list] = []
+    for attributes in map(vars, flat):
+        names = users_attributes(attributes)
+        waiting.append([attributes[name] for name in names])
+    # The list grows meanwhile.
+    for values in waiting:
+        held = map(_what_it_holds, map(type, values))
+        for value in itertools.compress(values, held):
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            kind: Any = type(value)
+            if _what_it_holds(kind) == "value":
+                found.append(value)
+            else:
+                inner = value.values() if isinstance(value, dict) else value
+                waiting.append([*inner])
     return found
 
 
@@ -258,20 +275,10 @@ def rematerialize_anew(layer: keras.Layer) -> None:
     original = type(layer).rematerialized_call.__get__(layer)
 
     def rematerialized_call(call: Callable, *args: Any, **kwargs: Any) -> Any:
-        # JAX would make arrays of `training` and similar arguments.
-        static = {k: v for k, v in kwargs.items() if isinstance(v, bool)}
+        def anew(*args: Any, **kwargs: Any) -> Any:
+            return call(*args, **kwargs)
 
-        def of_static(*args: Any, **kwargs: Any) -> Any:
-            # Keras 3.16 keeps `training` static as well, and passes it here.
-            return call(*args, **{**kwargs, **static})
-
-        rematerialized = original(of_static, *args, **kwargs)
-
-        def of_arrays(*args: Any, **kwargs: Any) -> Any:
-            arrays = {k: v for k, v in kwargs.items() if k not in static}
-            return rematerialized(*args, **arrays)
-
-        return of_arrays
+        return original(anew, *args, **kwargs)
 
     put(layer, "rematerialized_call", rematerialized_call)
 
@@ -296,8 +303,8 @@ def kernel_of(layer: Any) -> keras.Variable | None:
 @contextlib.contextmanager
 def trial() -> Iterator[Any]:
     """Yields the open `keras.StatelessScope`, and restores it afterwards."""
-    scope: Any = global_state.open_scope()
-    restore = global_state.noted_scope(scope)
+    scope: Any = context.open_scope()
+    restore = context.noted_scope(scope)
     try:
         yield scope
     finally:
@@ -346,7 +353,7 @@ def added_losses(layers: Iterable[keras.Layer]) -> list[tuple]:
 
 def put_loss(layer: keras.Layer, before: Any, loss: Any) -> None:
     """Replaces a loss that a call has added to a layer."""
-    scope: Any = global_state.open_scope()
+    scope: Any = context.open_scope()
     losses = layer._losses if scope is None else scope.losses
     losses[:] = [loss if added is before else added for added in losses]
     if scope is not None:
@@ -423,8 +430,6 @@ def set_path(layer: keras.Layer, path: str) -> None:
 
 def until_built(layer: keras.Layer, action: Callable) -> None:
     """Runs an action before each use of a layer until it is built."""
-    if not hasattr(layer, FIRST_CALLED):
-        raise version.misfit(f"layers have no {FIRST_CALLED!r}")
     original = getattr(type(layer), FIRST_CALLED)
     busy: list[bool] = []
 
@@ -447,3 +452,204 @@ def results(model: keras.Layer) -> list:
     """Returns the symbolic results of a Functional or Sequential model."""
     graph = getattr(model, "_functional", None) or model
     return keras.tree.flatten(getattr(graph, "outputs", None) or [])
+
+
+def has_own_step(model: keras.Model) -> bool:
+    """Returns whether a model's class defines its own `train_step`."""
+    module = type(model).train_step.__module__ or ""
+    return module.split(".")[0] != "keras"
+
+
+def weights_of_own_step(model: keras.Model) -> list[keras.Variable]:
+    """Lists the weights that a user's own `train_step` may write."""
+    return list(model.trainable_variables) if has_own_step(model) else []
+
+
+def metrics(model: keras.Model) -> list[keras.Metric]:
+    """Returns a model's metrics, also those that `compile` has yet to build."""
+    given = getattr(model, "_compile_metrics", None)
+    if given is None or given.built:
+        return list(model.metrics)
+    nest = given._user_metrics, given._user_weighted_metrics
+    leaves = keras.tree.flatten(nest)
+    return [*model.metrics, *(x for x in leaves if isinstance(x, keras.Metric))]
+
+
+def adopt_optimizer(model: keras.Model, optimizer: Any, saved: Any) -> None:
+    """Sets the optimizer of a compiled model, and the one its files name."""
+    model.optimizer = optimizer
+    config = getattr(model, "_compile_config", None)
+    if config is not None:
+        config.config["optimizer"] = saved
+
+
+# A wrapper gets the wrapped method, then the arguments of the call.
+Wrapper = Callable[..., Any]
+# The first is the innermost. A layer that falls back to float32 is traced again
+# under the policy's rules, and the guard restores what ran under them.
+CALL, RULES, GUARD = _ROLES = "call", "rules", "guard"
+# JAX compiles a function object once. A method of a class is a new object each
+# time it is read. Our wrapper is not, so each of these gets a new one: else a
+# model that is compiled again would go on with its first loss and metrics.
+_COMPILED = {
+    "make_train_function": "train_step",
+    "make_test_function": "test_step",
+}
+
+
+def argument(
+    order: Sequence[str],
+    args: Sequence,
+    kwargs: Mapping,
+    name: str,
+    default: Any = None,
+) -> Any:
+    """Returns an argument of a call, or its default.
+
+    Args:
+        order: The names of the arguments in the function of Keras's own. What
+            others have put in its place may be a `(*args, **kwargs)`, or name
+            only a few.
+        args: The positional arguments of the call.
+        kwargs: Its keyword arguments.
+        name: The argument's name.
+        default: The value if the call lacks the argument.
+    """
+    given = dict(zip(order, args, strict=False))
+    return {**kwargs, **given}.get(name, default)
+
+
+def with_argument(
+    order: Sequence[str], args: Sequence, kwargs: Mapping, name: str, value: Any
+) -> tuple[tuple, dict]:
+    """Returns a call's arguments with one of them changed or added.
+
+    What came by position stays there, and what came by name keeps its name.
+    """
+    place = order.index(name)
+    if place < len(args):
+        return (*args[:place], value, *args[place + 1 :]), dict(kwargs)
+    return tuple(args), {**kwargs, name: value}
+
+
+class Wrappers(Protocol):
+    """Wrappers that have one role for a layer."""
+
+    @property
+    def wrappers(self) -> Mapping[str, Wrapper]:
+        """The wrapper of each method, by the method's name."""
+
+
+def part(layer: keras.Layer, role: str) -> Any:
+    """Returns the part that has a role for a layer, or `None`."""
+    return by_role(layer).get(role)
+
+
+def by_role(layer: keras.Layer) -> Mapping[str, Wrappers]:
+    """Returns the attached parts by role, for `restore`."""
+    owner: _Owner | None = marks(layer).methods
+    return {} if owner is None else owner.parts
+
+
+def wrapped(layer: keras.Layer, name: str, role: str) -> Callable:
+    """Returns the method that the wrapper of a role wraps now."""
+    owner: _Owner = marks(layer).methods
+    return owner.below(name, role)
+
+
+def attach(layer: keras.Layer, role: str, part: Wrappers) -> None:
+    """Attaches a part to a layer, in place of the one that had the role."""
+    restore(layer, {**by_role(layer), role: part})
+
+
+def detach(layer: keras.Layer, role: str) -> None:
+    """Detaches the part that has a role, if there is one."""
+    restore(layer, {r: part for r, part in by_role(layer).items() if r != role})
+
+
+def restore(layer: keras.Layer, parts: Mapping[str, Wrappers]) -> None:
+    """Attaches exactly these parts."""
+    owner = marks(layer).methods or _Owner(layer)
+    owner.set(parts)
+    mark(layer, methods=owner if parts else None)
+
+
+class _Owner:
+    """Owns the wrapped methods of one layer."""
+
+    def __init__(self, layer: keras.Layer) -> None:
+        self.parts: Mapping[str, Wrappers] = {}
+        self._layer = layer
+        # The attributes on the layer now, and those that the user had set.
+        self._installed: dict[str, Callable] = {}
+        self._users: dict[str, Callable] = {}
+
+    def set(self, parts: Mapping[str, Wrappers]) -> None:
+        self.parts = {role: parts[role] for role in _ROLES if role in parts}
+        wanted = {name for part in parts.values() for name in part.wrappers}
+        wanted |= {make for make, step in _COMPILED.items() if step in wanted}
+        for name in set(self._installed) - wanted:
+            self._remove(name)
+        for name in wanted:
+            self._install(name)
+
+    def _install(self, name: str) -> None:
+        own = vars(self._layer).get(name)
+        if own is not None and own is self._installed.get(name):
+            return
+        self._users.pop(name, None)
+        if own is not None:
+            # The user set it, before or after us, so we wrap it.
+            self._users[name] = own
+        self._attach(name)
+
+    def _attach(self, name: str) -> None:
+        self._installed[name] = method = self._composed(name)
+        object.__setattr__(self._layer, name, method)
+
+    def _renew(self, name: str) -> None:
+        """Attaches a new object in place of a wrapped method."""
+        if vars(self._layer).get(name) is self._installed.get(name):
+            self._attach(name)
+
+    def _remove(self, name: str) -> None:
+        method, users = self._installed.pop(name), self._users.pop(name, None)
+        if vars(self._layer).get(name) is not method:
+            # Other code has wrapped it since, and has to remove that itself.
+            return
+        if users is None:
+            object.__delattr__(self._layer, name)
+        else:
+            object.__setattr__(self._layer, name, users)
+
+    def _composed(self, name: str) -> Callable:
+        users, compiled = self._users.get(name), _COMPILED.get(name)
+
+        @functools.wraps(self._original(name, users))
+        def method(*args: Any, **kwargs: Any) -> Any:
+            if compiled is not None:
+                self._renew(compiled)
+            if self._users.get(name) is not users:
+                # The user has wrapped this method, and a newer one wraps that.
+                return self._original(name, users)(*args, **kwargs)
+            return self.below(name)(*args, **kwargs)
+
+        return method
+
+    def below(self, name: str, role: str = "") -> Callable:
+        """Returns a method in the wrappers that are inside of a role's.
+
+        It is looked up in each call, because parts and hooks change.
+        """
+        call = self._original(name, self._users.get(name))
+        for inner, part in self.parts.items():
+            if inner == role:
+                break
+            if name in part.wrappers:
+                call = functools.partial(part.wrappers[name], call)
+        return call
+
+    def _original(self, name: str, users: Callable | None) -> Callable:
+        """Returns the user's own method, or that of the layer's class."""
+        of_class = getattr(type(self._layer), name)
+        return users or types.MethodType(of_class, self._layer)

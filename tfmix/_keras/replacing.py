@@ -1,10 +1,12 @@
-"""Replaces attributes for the process, for a block, or on one layer.
+"""Replaces attributes for the process, or for a block.
 
 Whatever replaces an attribute can list it and put it back. What the core of
 tfmix replaces for the process is one list (`autocast.replaced`) in three
-groups, and `want` replaces or restores a group. The wrappers of a layer's
-methods are attributes of that layer, so Keras's classes stay unchanged, and all
-wrappers of one role are attached and detached together.
+groups, and `want` replaces or restores a group.
+
+Keras looks up its ops in a few modules. While a rule is active for any caller,
+these modules are replaced by copies. Their functions, and the operators of
+tensors, look up the caller's rules.
 """
 
 import contextlib
@@ -12,12 +14,10 @@ import functools
 import operator
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
-import keras
-
-from tfmix._keras import context_values, layers, version
+from tfmix._keras import context, version
 
 Place = tuple[Any, str]
 # Takes what a place holds, and returns what replaces it.
@@ -35,6 +35,19 @@ def swap(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
     else:
         undo.callback(own.pop, name)
     own[name] = value
+
+
+def call_first(
+    undo: contextlib.ExitStack, owner: Any, name: str, first: Callable
+) -> None:
+    """Calls a function before a method of one object, until a stack unwinds."""
+    method = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        first(*args, **kwargs)
+        return method(*args, **kwargs)
+
+    swap(undo, owner, name, call)
 
 
 def copy_module(
@@ -151,6 +164,74 @@ def is_wanted(group: str) -> bool:
     return bool(_active.get(group))
 
 
+# The number of running blocks, over all threads.
+_running = 0
+# The rules whose names are replaced now.
+_replaced: frozenset[str] = frozenset()
+
+
+def install(wanted: Iterable[str]) -> None:
+    """Activates exactly these rules for the process.
+
+    Functions traced earlier (`tf.function`, `jax.jit`, a model's compiled
+    `train_step`) keep the rules they were traced under.
+    """
+    rules = frozenset(wanted)
+    with _lock:
+        context.installed.rules = rules
+        # Running blocks keep what they need.
+        _replace(rules | _replaced if _running else rules)
+
+
+@contextlib.contextmanager
+def block(names: Iterable[str]) -> Iterator[None]:
+    """Runs a block under exactly these rules, whatever is installed.
+
+    Other threads, and the code after the block, keep their rules.
+    """
+    wanted = frozenset(names)
+    if context.block.get().rules == wanted:
+        # The block around this one lasts longer.
+        yield
+        return
+    with _replacing(wanted), context.holding(rules=wanted):
+        yield
+
+
+@contextlib.contextmanager
+def _replacing(wanted: frozenset[str]) -> Iterator[None]:
+    """Replaces what rules need, until `install` is called after the block.
+
+    A model with a policy runs each call in a block, and would otherwise replace
+    and restore them each time.
+    """
+    global _running
+    with _lock:
+        _running += 1
+        _replace(_replaced | wanted)
+    try:
+        yield
+    finally:
+        with _lock:
+            _running -= 1
+
+
+def block_as_now() -> Callable[[], contextlib.AbstractContextManager]:
+    """Returns what replaces the caller's names later, in a copied context.
+
+    The block in which the context was copied may have ended.
+    """
+    return functools.partial(_replacing, context.active_rules())
+
+
+def _replace(needed: frozenset[str]) -> None:
+    """Replaces exactly what rules need."""
+    global _replaced
+    if needed != _replaced:
+        want(OPS, needed)
+        _replaced = needed
+
+
 def lazily(make: Maker) -> Maker:
     """Returns a maker whose replacement calls `make` when it is first called.
 
@@ -177,182 +258,10 @@ def under(rule: str, make: Maker) -> Maker:
 
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
-            if rule in context_values.active_rules():
+            if rule in context.active_rules():
                 return ruled(*args, **kwargs)
             return original(*args, **kwargs)
 
         return replacement
 
     return made
-
-
-# A wrapper gets the wrapped method, then the arguments of the call.
-Wrapper = Callable[..., Any]
-# The first is the innermost. A layer that falls back to float32 is traced again
-# under the policy's rules, and the guard restores what ran under them.
-EXACT, FALLBACK, RULES, GUARD = _ROLES = "exact", "fallback", "rules", "guard"
-# JAX compiles a function object once. A method of a class is a new object each
-# time it is read. Our wrapper is not, so each of these gets a new one: else a
-# model that is compiled again would go on with its first loss and metrics.
-_COMPILED = {
-    "make_train_function": "train_step",
-    "make_test_function": "test_step",
-}
-
-
-def argument(
-    order: Sequence[str],
-    args: Sequence,
-    kwargs: Mapping,
-    name: str,
-    default: Any = None,
-) -> Any:
-    """Returns an argument of a call, or its default.
-
-    Args:
-        order: The names of the arguments in the function of Keras's own. What
-            others have put in its place may be a `(*args, **kwargs)`, or name
-            only a few.
-        args: The positional arguments of the call.
-        kwargs: Its keyword arguments.
-        name: The argument's name.
-        default: The value if the call lacks the argument.
-    """
-    given = dict(zip(order, args, strict=False))
-    return {**kwargs, **given}.get(name, default)
-
-
-def with_argument(
-    order: Sequence[str], args: Sequence, kwargs: Mapping, name: str, value: Any
-) -> tuple[tuple, dict]:
-    """Returns a call's arguments with one of them changed or added.
-
-    What came by position stays there, and what came by name keeps its name.
-    """
-    place = order.index(name)
-    if place < len(args):
-        return (*args[:place], value, *args[place + 1 :]), dict(kwargs)
-    return tuple(args), {**kwargs, name: value}
-
-
-class Wrappers(Protocol):
-    """Wrappers that have one role for a layer."""
-
-    @property
-    def wrappers(self) -> Mapping[str, Wrapper]:
-        """The wrapper of each method, by the method's name."""
-
-
-def part(layer: keras.Layer, role: str) -> Any:
-    """Returns the part that has a role for a layer, or `None`."""
-    return by_role(layer).get(role)
-
-
-def by_role(layer: keras.Layer) -> Mapping[str, Wrappers]:
-    """Returns the attached parts by role, for `restore`."""
-    owner: _Owner | None = layers.marks(layer).methods
-    return {} if owner is None else owner.parts
-
-
-def wrapped(layer: keras.Layer, name: str, role: str) -> Callable:
-    """Returns the method that the wrapper of a role wraps now."""
-    owner: _Owner = layers.marks(layer).methods
-    return owner.below(name, role)
-
-
-def attach(layer: keras.Layer, role: str, part: Wrappers) -> None:
-    """Attaches a part to a layer, in place of the one that had the role."""
-    restore(layer, {**by_role(layer), role: part})
-
-
-def detach(layer: keras.Layer, role: str) -> None:
-    """Detaches the part that has a role, if there is one."""
-    restore(layer, {r: part for r, part in by_role(layer).items() if r != role})
-
-
-def restore(layer: keras.Layer, parts: Mapping[str, Wrappers]) -> None:
-    """Attaches exactly these parts."""
-    owner = layers.marks(layer).methods or _Owner(layer)
-    owner.set(parts)
-    layers.mark(layer, methods=owner if parts else None)
-
-
-class _Owner:
-    """Owns the wrapped methods of one layer."""
-
-    def __init__(self, layer: keras.Layer) -> None:
-        self.parts: Mapping[str, Wrappers] = {}
-        self._layer = layer
-        # The attributes on the layer now, and those that the user had set.
-        self._installed: dict[str, Callable] = {}
-        self._users: dict[str, Callable] = {}
-
-    def set(self, parts: Mapping[str, Wrappers]) -> None:
-        self.parts = {role: parts[role] for role in _ROLES if role in parts}
-        wanted = {name for part in parts.values() for name in part.wrappers}
-        wanted |= {make for make, step in _COMPILED.items() if step in wanted}
-        for name in set(self._installed) - wanted:
-            self._remove(name)
-        for name in wanted:
-            self._install(name)
-
-    def _install(self, name: str) -> None:
-        own = vars(self._layer).get(name)
-        if own is not None and own is self._installed.get(name):
-            return
-        self._users.pop(name, None)
-        if own is not None:
-            # The user set it, before or after us, so we wrap it.
-            self._users[name] = own
-        self._attach(name)
-
-    def _attach(self, name: str) -> None:
-        self._installed[name] = method = self._composed(name)
-        object.__setattr__(self._layer, name, method)
-
-    def _renew(self, name: str) -> None:
-        """Attaches a new object in place of a wrapped method."""
-        if vars(self._layer).get(name) is self._installed.get(name):
-            self._attach(name)
-
-    def _remove(self, name: str) -> None:
-        method, users = self._installed.pop(name), self._users.pop(name, None)
-        if vars(self._layer).get(name) is not method:
-            # Other code has wrapped it since, and has to remove that itself.
-            return
-        if users is None:
-            object.__delattr__(self._layer, name)
-        else:
-            object.__setattr__(self._layer, name, users)
-
-    def _composed(self, name: str) -> Callable:
-        users, compiled = self._users.get(name), _COMPILED.get(name)
-
-        @functools.wraps(self._original(name, users))
-        def method(*args: Any, **kwargs: Any) -> Any:
-            if compiled is not None:
-                self._renew(compiled)
-            if self._users.get(name) is not users:
-                # The user has wrapped this method, and a newer one wraps that.
-                return self._original(name, users)(*args, **kwargs)
-            return self.below(name)(*args, **kwargs)
-
-        return method
-
-    def below(self, name: str, role: str = "") -> Callable:
-        """Returns a method in the wrappers that are inside of a role's.
-
-        It is looked up in each call, because parts and hooks change.
-        """
-        call = self._original(name, self._users.get(name))
-        for inner, part in self.parts.items():
-            if inner == role:
-                break
-            if name in part.wrappers:
-                call = functools.partial(part.wrappers[name], call)
-        return call
-
-    def _original(self, name: str, users: Callable | None) -> Callable:
-        """Returns the user's own method, or that of the layer's class."""
-        of_class = getattr(type(self._layer), name)
-        return users or types.MethodType(of_class, self._layer)

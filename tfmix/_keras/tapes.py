@@ -1,7 +1,12 @@
-"""Reads and replaces the gradients that TensorFlow records."""
+"""Reads and replaces gradients: those that TensorFlow records, and users' own.
+
+Users write gradient functions with `tf.custom_gradient`, `jax.custom_vjp` or
+`keras.ops.custom_gradient`.
+"""
 
 import contextlib
 import functools
+import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -9,9 +14,10 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import context_values, global_state, replacing, tracing
+from tfmix import _messages
+from tfmix._keras import context, layers, replacing
 
-# TensorFlow calls one of these for a `tf.custom_gradient`.
+# The backend calls one of these for a function with a gradient of its own.
 CUSTOM: tuple[replacing.Place, ...] = ()
 # TensorFlow calls these to form gradients, by a tape or of a graph.
 GRADIENTS: tuple[replacing.Place, ...] = ()
@@ -43,11 +49,18 @@ if keras.backend.backend() == "tensorflow":
     )
     WATCH = ((tf.GradientTape, "watch"),)
     TRACE = ((function_context, "make_function_context"),)
+else:
+    import jax
+
+    CUSTOM = ((jax.custom_vjp, "__call__"),)
 
 # A graph holds its own gradient functions under this name.
 _OF_GRAPH = "_tfmix_gradients"
 _LOOPS = "While", "StatelessWhile"
 _numbers = itertools.count()
+# Scaling changes nothing in the gradients of these packages' functions, which
+# are linear in what comes in.
+_LINEAR = {"tensorflow", "jax", "keras", "tfmix"}
 
 # Takes a gradient for each result, and returns one for each input.
 Gradient = Callable[..., list]
@@ -71,7 +84,7 @@ def may_be_asked() -> bool:
     if runs_forward():
         return False
     is_graph = not tf.executing_eagerly()
-    return is_recorded() or (is_graph and global_state.is_training())
+    return is_recorded() or (is_graph and context.is_training())
 
 
 def traced_for_gradients(original: Callable) -> Callable:
@@ -111,10 +124,10 @@ def local(tensor: Any) -> Any:
 def function() -> Any:
     """Returns a token of the `tf.function` that is traced now.
 
-    Loops and branches are part of it. It is `tracing.EAGER` in eager code.
+    Loops and branches are part of it. It is `context.EAGER` in eager code.
     """
     if tf.executing_eagerly():
-        return tracing.EAGER
+        return context.EAGER
     graph = tf.compat.v1.get_default_graph()
     while isinstance(graph, control_flow_v2_func_graphs.ControlFlowFuncGraph):
         graph = graph.outer_graph
@@ -138,7 +151,7 @@ def without_rules(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def gradients(*args: Any, **kwargs: Any) -> Any:
-        with context_values.holding(rules=context_values.NO_RULES):
+        with context.holding(rules=context.NO_RULES):
             return original(*args, **kwargs)
 
     return gradients
@@ -190,8 +203,13 @@ def replaced(
             with _named(by_graph or by_tape, len(results)):
                 made = tf.identity_n(inputs)[: len(results)]
     sources = [*tensors, *(variable.handle for variable in variables)]
-    record.record_operation("Tfmix", made, sources, by_tape)
+    record_as(made, sources, by_tape)
     return made
+
+
+def record_as(results: Sequence, sources: Sequence, gradient: Gradient) -> None:
+    """Records how a gradient of results that no tape has recorded is formed."""
+    record.record_operation("Tfmix", results, sources, gradient)
 
 
 def _named(gradient: Gradient, count: int) -> Any:
@@ -285,3 +303,33 @@ def _without_needless(sources: Sequence, graph: Any) -> Iterator[None]:
     finally:
         for loop in loops:
             loop.skip_input_indices = None
+
+
+def is_linear(function: Callable) -> bool:
+    """Returns whether a function's gradient grows with what comes in."""
+    return (function.__module__ or "").partition(".")[0] in _LINEAR
+
+
+def say_scaled() -> None:
+    """Says that a gradient function of the running layer is not unscaled."""
+    layer = layers.running_path()
+    _messages.warn_once(
+        f"a gradient function in layer {layer!r} gets gradients that are "
+        "multiplied by a power of two, because it is called inside a compiled "
+        "function or a loop. A gradient that clips or takes a sign is then "
+        "wrong; call it outside of that, or give the layer dtype='float32' in "
+        "a model of its own",
+        about=("scaled gradient", layer),
+    )
+
+
+def users_function(function: Any) -> Callable:
+    """Returns the function that a user gave to JAX, from a `custom_vjp`.
+
+    What `jax.custom_gradient` got is a part of the function that it makes.
+    """
+    inner: Callable = function.fun
+    if inner.__module__ != jax.custom_gradient.__module__:
+        return inner
+    held = inspect.getclosurevars(inner).nonlocals
+    return held.get("fun", inner)

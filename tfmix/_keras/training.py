@@ -2,14 +2,14 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 from keras.src.trainers import compile_utils
 from keras.src.trainers import trainer as trainers
 
-from tfmix._keras import layers, replacing
+from tfmix._keras import layers
 
 # This class gives models `compile` and `fit`.
 TRAINER: Any = getattr(trainers, "BaseTrainer", None) or trainers.Trainer
@@ -31,27 +31,6 @@ STEP_ON_JAX = "state", "data"
 # TensorFlow's trainer calls the second before that.
 BUILD = "_symbolic_build"
 BEFORE_TRACING = "_maybe_symbolic_build"
-
-
-def has_own_step(model: keras.Model) -> bool:
-    """Returns whether a model's class defines its own `train_step`."""
-    module = type(model).train_step.__module__ or ""
-    return module.split(".")[0] != "keras"
-
-
-def weights_of_own_step(model: keras.Model) -> list[keras.Variable]:
-    """Lists the weights that a user's own `train_step` may write."""
-    return list(model.trainable_variables) if has_own_step(model) else []
-
-
-def metrics(model: keras.Model) -> list[keras.Metric]:
-    """Returns a model's metrics, also those that `compile` has yet to build."""
-    given = getattr(model, "_compile_metrics", None)
-    if given is None or given.built:
-        return list(model.metrics)
-    nest = given._user_metrics, given._user_weighted_metrics
-    leaves = keras.tree.flatten(nest)
-    return [*model.metrics, *(x for x in leaves if isinstance(x, keras.Metric))]
 
 
 def model_in_step(callback: keras.callbacks.Callback) -> keras.Model:
@@ -82,41 +61,6 @@ def state_in_variables(
     finally:
         for (variable, _), value in zip(written, before, strict=True):
             variable._value = value
-
-
-def join_fit(
-    undo: contextlib.ExitStack,
-    model: keras.Model,
-    callback: keras.callbacks.Callback,
-) -> None:
-    """Calls a callback's methods of a run and its parts, until `undo`.
-
-    It joins the `fit` that has just begun: the callbacks exist, and none was
-    called yet. The arguments of `fit` stay as they came, because a function
-    that others have put in its place may take no callbacks.
-    """
-    # Keras adds this callback to all others.
-    history = getattr(model, "history", None)
-    if not isinstance(history, keras.callbacks.History):
-        return
-    callback.set_params(history.params)
-    callback.set_model(model)
-    for name in (
-        "on_train_begin",
-        "on_epoch_begin",
-        "on_epoch_end",
-        "on_train_end",
-    ):
-        both = getattr(callback, name), getattr(history, name)
-        replacing.swap(undo, history, name, _in_turn(*both))
-
-
-def _in_turn(*functions: Callable) -> Callable:
-    def call(*args: Any, **kwargs: Any) -> None:
-        for function in functions:
-            function(*args, **kwargs)
-
-    return call
 
 
 def build_before_tracing(model: keras.Model, **batch: Any) -> None:
@@ -175,23 +119,3 @@ def call_in_training(model: keras.Model, inputs: Any) -> Any:
     """Calls a model in training mode, if it has modes."""
     knows_modes = getattr(model, "_call_has_training_arg", False)
     return model(inputs, training=True) if knows_modes else model(inputs)
-
-
-def compile_replaced(
-    model: keras.Model, original: Callable, *args: Any, **kwargs: Any
-) -> None:
-    """Calls a model's `compile`, after that of Keras is replaced again.
-
-    A model with a record outlasts `set_global_policy("float32")`.
-    """
-    if not replacing.is_wanted(replacing.COMPILE):
-        replacing.want(replacing.COMPILE, True)
-    replacing.wrapped(model, "compile", replacing.RULES)(*args, **kwargs)
-
-
-def adopt_optimizer(model: keras.Model, optimizer: Any, saved: Any) -> None:
-    """Sets the optimizer of a compiled model, and the one its files name."""
-    model.optimizer = optimizer
-    config = getattr(model, "_compile_config", None)
-    if config is not None:
-        config.config["optimizer"] = saved

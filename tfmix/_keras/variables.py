@@ -18,12 +18,7 @@ from keras.src.backend.common import stateless_scope
 from keras.src.backend.common import variables as backend_variables
 
 from tfmix import _formats
-from tfmix._keras import (
-    global_state,
-    optimizers,
-    replacing,
-    version,
-)
+from tfmix._keras import context, optimizers, replacing, version
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
@@ -146,11 +141,19 @@ def select(condition: Any, new: Any, old: Any) -> Any:
 
     Args:
         condition: Where it is true, `new` is returned.
-        new: A number or a tensor.
+        new: A number, a tensor or a named tuple of them.
         old: The same. Both may be anything if the condition is known.
     """
     if is_known(condition):
         return new if condition else old
+    return keras.tree.map_structure(
+        functools.partial(_select, condition), new, old
+    )
+
+
+def _select(condition: Any, new: Any, old: Any) -> Any:
+    if new is old:
+        return old
     if keras.backend.backend() == "tensorflow":
         return _where(condition, new, old)
     if not condition.shape and _is_alike(new, old):
@@ -174,7 +177,7 @@ def selecting(condition: Any, variables: Sequence) -> Iterator[None]:
             JAX all in a `keras.StatelessScope` around the block.
     """
     if keras.backend.backend() == "jax":
-        outer: Any = global_state.open_scope()
+        outer: Any = context.open_scope()
         with _Selecting(condition, variables, outer) as scope:
             yield
         outer.state_mapping.update(scope.state_mapping)
@@ -500,7 +503,7 @@ def reader() -> Callable[[keras.Variable], Any]:
     on_tensorflow = keras.backend.backend() == "tensorflow"
     is_eager = on_tensorflow and tf.executing_eagerly()
     if is_eager and not tf.distribute.has_strategy():
-        if global_state.open_scope() is None:
+        if context.open_scope() is None:
             return lambda variable: variable._value.numpy()
     return operator.attrgetter("value")
 
@@ -533,7 +536,7 @@ def becomes_constant(variable: keras.Variable) -> bool:
     """Returns whether JAX is compiling and would fix the variable's value."""
     if keras.backend.backend() != "jax":
         return False
-    scope = global_state.open_scope()
+    scope = context.open_scope()
     if scope is not None and scope.get_current_value(variable) is not None:
         return False
     # JAX makes a tracer out of a constant only while it compiles.
@@ -550,7 +553,7 @@ def value_in_scopes(variable: keras.Variable) -> Any:
     """
     if keras.backend.backend() != "jax":
         return variable.value
-    for scope in global_state.open_scopes():
+    for scope in context.open_scopes():
         value = scope.get_current_value(variable)
         if value is not None:
             return value
@@ -589,7 +592,7 @@ def can_be_made() -> bool:
     """Returns whether a variable that is made here has a value at once."""
     # In a plain `tf.Graph` it would wait for a session.
     has_value = bool(tf.executing_eagerly() or tf.inside_function())
-    return has_value and global_state.open_scope() is None
+    return has_value and context.open_scope() is None
 
 
 def outside_of_tracing(

@@ -52,23 +52,17 @@ def require_private_names(version: str = keras.__version__) -> None:
     except (AttributeError, ImportError) as error:
         if numbers(version) <= NEWEST_SEEN:
             raise
-        newest = ".".join(map(str, NEWEST_SEEN))
-        raise ImportError(
-            "tfmix needs something private of Keras that this version does "
-            f"not have: {error}. Received: keras.__version__={version!r}; "
-            f"Keras {newest} is the newest that tfmix was tried with. Run "
-            f"`pip install 'keras=={newest}.*'`, or upgrade tfmix."
-        ) from error
+        raise misfit(str(error), version) from error
 
 
-def misfit(what: str) -> RuntimeError:
+def misfit(what: str, version: str = keras.__version__) -> ImportError:
     """Returns the error for a Keras that lacks what tfmix needs."""
-    oldest, newest = (
-        ".".join(map(str, v)) for v in (OLDEST_KERAS, NEWEST_SEEN)
-    )
-    return RuntimeError(
-        f"tfmix does not fit Keras {keras.__version__}: {what}. Install a "
-        f"Keras it was tested on ({oldest} to {newest}), or a newer tfmix."
+    newest = ".".join(map(str, NEWEST_SEEN))
+    return ImportError(
+        "tfmix needs something private of Keras that this version does not "
+        f"have: {what}. Received: keras.__version__={version!r}; Keras "
+        f"{newest} is the newest that tfmix was tried with. Run `pip install "
+        f"'keras=={newest}.*'`, or upgrade tfmix."
     )
 
 

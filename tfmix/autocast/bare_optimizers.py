@@ -4,23 +4,17 @@ This protects loops without `compile`, and models with several optimizers.
 """
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import keras
 import numpy as np
 from keras import ops
 
 from tfmix import _messages
-from tfmix._keras import (
-    files,
-    optimizers,
-    replacing,
-)
+from tfmix._keras import files, layers, optimizers
 from tfmix._keras import variables as keras_variables
 from tfmix.gradient_scaling import placing
-from tfmix.loss_scaling import optimizer as scaling
 from tfmix.loss_scaling import rules, state
 from tfmix.optimizers import sixteen_bit_optimizer
 from tfmix.step import finite, guard, replicas
@@ -99,17 +93,12 @@ class Skips(state.Counts):
         return variable
 
 
-# Objects that count the skipped steps of an optimizer.
-Skipper: TypeAlias = scaling.LossScaleOptimizer | Skips
-_skips: weakref.WeakKeyDictionary[Any, Skips] = weakref.WeakKeyDictionary()
-
-
 def make_apply(original: Callable) -> Callable:
     """Returns the `apply` of optimizers that nothing has wrapped."""
 
     @functools.wraps(original)
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
-        of_call = functools.partial(replacing.argument, _ORDER, args, kwargs)
+        of_call = functools.partial(layers.argument, _ORDER, args, kwargs)
         grads, variables = of_call("grads", ()), of_call("trainable_variables")
         is_mine = not (
             isinstance(self, optimizers.KerasScaler) or self.loss_scale_factor
@@ -128,7 +117,7 @@ def make_apply(original: Callable) -> Callable:
 def _apply(
     optimizer: Any, original: Callable, grads: list, variables: Any
 ) -> None:
-    if optimizer not in _skips:
+    if optimizer not in state.unwrapped:
         built = optimizer.built and optimizers.remembered(optimizer)
         first = list(built or variables)
         build = functools.partial(_build, optimizer, first)
@@ -136,7 +125,7 @@ def _apply(
     known = optimizers.remembered(optimizer)
     these = list(known if variables is None else variables)
     guard.note_update(these)
-    skips = _skips[optimizer]
+    skips: Any = state.unwrapped[optimizer]
     applied = finite.apply_step(
         optimizer,
         grads,
@@ -152,7 +141,7 @@ def _apply(
 def _build(optimizer: Any, variables: Sequence) -> None:
     if not optimizer.built:
         optimizer.build(variables)
-    _skips[optimizer] = Skips(optimizer, variables)
+    state.unwrapped[optimizer] = Skips(optimizer, variables)
 
 
 def _tell_of_lost_updates(optimizer: Any, variables: Any) -> None:
@@ -170,14 +159,3 @@ def _tell_of_lost_updates(optimizer: Any, variables: Any) -> None:
             f"{type(optimizer).__name__}(...)), or "
             "use a 'mixed_' policy."
         )
-
-
-def skippers(model: keras.Model) -> list[Skipper]:
-    """Lists the counters of skips of the optimizers that a model holds."""
-    held = [
-        value
-        for value in vars(model).values()
-        if isinstance(value, keras.optimizers.Optimizer)
-    ]
-    bare = [_skips[x] for x in held if x in _skips]
-    return [*scaling.scalers(model), *bare]

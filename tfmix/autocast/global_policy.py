@@ -16,14 +16,8 @@ from typing import Any
 import keras
 
 from tfmix import _formats, _messages
-from tfmix._keras import (
-    context_values,
-    global_state,
-    layers,
-    replacing,
-)
-from tfmix.autocast import exact_inputs, fallback, record
-from tfmix.ops import stand_ins
+from tfmix._keras import context, layers, replacing
+from tfmix.autocast import layer_calls, record
 from tfmix.policy import float32_layers
 from tfmix.policy import policy as policies
 from tfmix.policy.devices import is_on_tpu
@@ -83,7 +77,7 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
     """
     global _base
     accepted = resolve_policy(policy, for_all=True)
-    held = context_values.block.get().policies
+    held = context.block.get().policies
     if held and held[0] is not _base:
         raise RuntimeError(
             "Inside `policy_scope` the policy of the scope holds. Received: "
@@ -94,7 +88,7 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
         _base = accepted
         _hold(None)
         if accepted.name == "float32":
-            global_state.make_float32()
+            context.make_float32()
         _refresh(0)
         if accepted.name == "float32" and not _scopes:
             replacing.want(replacing.COMPILE, False)
@@ -148,8 +142,8 @@ def policy_scope(
     with contextlib.ExitStack() as undo:
         undo.callback(_refresh, -1)
         _refresh(1)
-        undo.enter_context(stand_ins.block(policies.rules_of(accepted)))
-        undo.enter_context(context_values.holding(policies=(accepted,)))
+        undo.enter_context(replacing.block(policies.rules_of(accepted)))
+        undo.enter_context(context.holding(policies=(accepted,)))
         yield accepted
 
 
@@ -184,19 +178,19 @@ def _are_equal(before: keras.DTypePolicy, policy: keras.DTypePolicy) -> bool:
 
 
 def _policies() -> tuple[keras.DTypePolicy, ...]:
-    """Returns the active policy, after those that Keras has replaced by it.
+    """Returns tfmix's policy, and one that Keras has set in its place.
 
     Keras's `set_dtype_policy` sets the policy of one thread, and packages set
     it for a moment.
     """
-    held = context_values.block.get().policies
+    held = context.block.get().policies
     return held or (() if _base is None else (_base,))
 
 
 def _hold(held: tuple[keras.DTypePolicy, ...] | None) -> None:
     """Sets the policies of this thread until the block around it ends."""
-    now = context_values.block.get()
-    context_values.block.set(dataclasses.replace(now, policies=held))
+    now = context.block.get()
+    context.block.set(dataclasses.replace(now, policies=held))
 
 
 def _lookup() -> keras.DTypePolicy | None:
@@ -208,7 +202,7 @@ def _refresh(opened: int) -> None:
     global _scopes
     with _lock:
         _scopes += opened
-        stand_ins.install(policies.rules_of(_base))
+        replacing.install(policies.rules_of(_base))
         is_16_bit = _base is not None and _base.name != "float32"
         is_on = is_16_bit or bool(_scopes)
         replacing.want(replacing.LAYERS, is_on)
@@ -218,35 +212,26 @@ def _refresh(opened: int) -> None:
 
 def _replaced_by_keras(policy: keras.DTypePolicy) -> bool:
     """Follows Keras's `set_dtype_policy`; returns whether tfmix is on."""
-    known = _policies()
-    if not known or not hooks_keras():
+    if not (known := _policies()) or not hooks_keras():
         # Other code may have wrapped the attribute, and call our function.
         return False
-    accepted = policy
-    if not (back := _up_to(known, policy)):
-        accepted = resolve_policy(policy, for_all=True)
-        back = _up_to(known, accepted)
-    _hold(back or (*known, accepted))
-    if not back:
-        _messages.warn_once(
-            "keras.config.set_dtype_policy(%r) replaces tfmix's policy %r in "
-            "this thread until it is set back. If you mean it, call "
-            "tfmix.set_global_policy(%r) instead.",
-            accepted.name,
-            known[0],
-            accepted.name,
-            about=("set_dtype_policy", accepted.name, known[0].name),
-        )
+    own = known[0]
+    if not _are_equal(own, policy):
+        policy = resolve_policy(policy, for_all=True)
+    if _are_equal(own, policy):
+        _hold((own,))
+        return True
+    _hold((own, policy))
+    _messages.warn_once(
+        "keras.config.set_dtype_policy(%r) replaces tfmix's policy %r in "
+        "this thread until it is set back. If you mean it, call "
+        "tfmix.set_global_policy(%r) instead.",
+        policy.name,
+        own,
+        policy.name,
+        about=("set_dtype_policy", policy.name, own.name),
+    )
     return True
-
-
-def _up_to(
-    known: tuple[keras.DTypePolicy, ...], policy: keras.DTypePolicy
-) -> tuple[keras.DTypePolicy, ...]:
-    """Returns the policies up to the last one that equals the given one."""
-    while known and not _are_equal(known[-1], policy):
-        known = known[:-1]
-    return known
 
 
 def hooks_keras() -> bool:
@@ -258,13 +243,13 @@ def policy_store(store: types.ModuleType) -> types.ModuleType:
     """Returns what makes Keras get its policy from tfmix."""
 
     def get(name: str, *args: Any, **kwargs: Any) -> Any:
-        policy = _lookup() if name == global_state.POLICY_KEY else None
+        policy = _lookup() if name == context.POLICY_KEY else None
         if policy is None:
             return store.get_global_attribute(name, *args, **kwargs)
         return policies.plain(policy)
 
     def set(name: str, value: Any) -> None:
-        is_policy = name == global_state.POLICY_KEY and value is not None
+        is_policy = name == context.POLICY_KEY and value is not None
         if not (is_policy and _replaced_by_keras(value)):
             store.set_global_attribute(name, value)
 
@@ -294,12 +279,6 @@ def _prepare(
     """Gives a layer that was just initialized its part of the policy."""
     dtype = kwargs.get("dtype")
     layers.mark(layer, origin=layers.origin_of(kwargs))
-    is_sixteen_bit = policies.is_sixteen_bit(policy)
-    # A layer's own `compute_dtype` may need what its constructor sets later.
-    own_dtype = layer.dtype_policy.compute_dtype
-    is_float32 = is_sixteen_bit and own_dtype == "float32"
-    if is_float32 or not layers.takes_casts(layer):
-        exact_inputs.keep_exact(layer)
     if dtype is None or layer.dtype_policy.name == "float32":
         # A file stores the dtype that a rule chose, but not that of inner
         # layers.
@@ -308,13 +287,13 @@ def _prepare(
         layers.set_policy(layer, policies.plain(dtype))
     if isinstance(layer, keras.Model):
         record.set_policy(layer, policy)
-    if is_sixteen_bit and not layers.is_structure(layer):
-        fallback.attach(layer)
+    if policies.is_sixteen_bit(policy) or not layers.takes_casts(layer):
+        layer_calls.attach(layer)
 
 
 def _keep_float32(layer: keras.Layer) -> None:
     """Makes a layer, and inner layers without an own dtype, float32."""
-    exact_inputs.make_float32(layer)
+    layer_calls.make_float32(layer)
     _keep_inside_float32(layer)
 
 
@@ -325,7 +304,7 @@ def _keep_inside_float32(layer: keras.Layer) -> None:
     for inner in layers.flat_layers(layer)[1:]:
         chosen = copies or layers.marks(inner).origin == layers.DEFAULT
         if chosen and inner.compute_dtype != "float32":
-            exact_inputs.make_float32(inner)
+            layer_calls.make_float32(inner)
 
 
 def _apply_rules(layer: keras.Layer, policy: keras.DTypePolicy) -> None:

@@ -1,8 +1,9 @@
-"""The record of a 16-bit model: its policy, and the methods it wraps.
+"""The record of a 16-bit model: its policy, its methods and its optimizer.
 
 A model gets it from its constructor, or from the `compile` that finds 16-bit
 layers in a copy, a loaded model or a new head. So the policy remains active for
-a model after the scope that created it has ended.
+a model after the scope that created it has ended. `compile` then gives it the
+optimizer that the dtypes of its layers need, and its guard.
 """
 
 import contextlib
@@ -14,25 +15,29 @@ import keras
 
 from tfmix import _formats, _messages
 from tfmix._keras import (
-    context_values,
+    context,
     files,
-    global_state,
     graphs,
     layers,
+    optimizers,
     replacing,
     training,
 )
-from tfmix.autocast import exact_inputs, fallback
+from tfmix.autocast import layer_calls
 from tfmix.float8 import chosen_layers
-from tfmix.gradient_scaling import model_call, outermost, placing
+from tfmix.gradient_scaling import model_call, placing
 from tfmix.loss_scaling import optimizer as scaling
-from tfmix.ops import stand_ins, tensors
+from tfmix.loss_scaling import rules
+from tfmix.ops import tensors
+from tfmix.optimizers import master_weights, sixteen_bit_optimizer
 from tfmix.policy import policy as policies
 from tfmix.policy.devices import devices
 from tfmix.step import guard
 
 # Reports why steps of a `fit` were skipped.
 _reports: Any
+# Says what `compile` should.
+_advise: Callable[[keras.Model], None]
 
 
 def report_skips(by: Any) -> None:
@@ -41,18 +46,24 @@ def report_skips(by: Any) -> None:
     _reports = by
 
 
+def advise_by(advise: Callable[[keras.Model], None]) -> None:
+    """Sets what tells of float32 layers and 16-bit results in `compile`."""
+    global _advise
+    _advise = advise
+
+
 def set_policy(model: keras.Model, policy: keras.DTypePolicy) -> None:
     """Gives a model the record of a policy, or none if that is not 16-bit."""
     chosen_layers.restore(model, {})
     if policies.is_sixteen_bit(policy):
         replacing.want(replacing.COMPILE, True)
         layers.rematerialize_anew(model)
-        exact_inputs.begin_exact(model)
+        layer_calls.begin_exact(model)
         record = _MixedModel(model, policy)
-        replacing.attach(model, replacing.RULES, record)
+        layers.attach(model, layers.RULES, record)
         model_call.note_scaling(model, True)
     else:
-        replacing.detach(model, replacing.RULES)
+        layers.detach(model, layers.RULES)
         model_call.note_scaling(model, False)
 
 
@@ -84,7 +95,7 @@ def under_rules(
 
 
 def _record(model: keras.Model) -> "_MixedModel | None":
-    part = replacing.part(model, replacing.RULES)
+    part = layers.part(model, layers.RULES)
     return part if isinstance(part, _MixedModel) else None
 
 
@@ -103,15 +114,15 @@ class _MixedModel:
         # The float8 layers are chosen later.
         self._float8 = ruled if ruled.is_float8 else None
         self._rules = policies.rules_of(policy)
-        self._calls = outermost.Calls(model, self.ruled)
+        self._calls = model_call.Calls(model, self.ruled)
         self.wrappers = self._wrappers()
 
-    def _wrappers(self) -> dict[str, replacing.Wrapper]:
+    def _wrappers(self) -> dict[str, layers.Wrapper]:
         """Returns the wrappers of the model's methods, by their names."""
         model = self._model
-        wrappers: dict[str, replacing.Wrapper] = {
+        wrappers: dict[str, layers.Wrapper] = {
             "call": self._call,
-            "compile": functools.partial(training.compile_replaced, model),
+            "compile": functools.partial(_compile, model),
             "fit": self._fit,
             "make_train_function": self._make_train_function,
             "train_step": self._train_step,
@@ -143,11 +154,11 @@ class _MixedModel:
 
     def ruled(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the policy's rules hold."""
-        return stand_ins.block(self._rules)
+        return replacing.block(self._rules)
 
     def _call(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Returns float32 from a model's outermost call, else the results."""
-        if self._float8 is not None and global_state.is_outermost(self._model):
+        if self._float8 is not None and context.is_outermost(self._model):
             self._choose_float8(self._float8)
         if layers.is_structure(self._model):
             args, kwargs = tensors.map_leaves(
@@ -155,19 +166,19 @@ class _MixedModel:
             )
         if self._calls.parts:
             self._wrap(**{graphs.RUN_GRAPH: self._calls.run_graph})
-        code = context_values.block.get().users_code
-        with context_values.holding(users_code=""):
+        code = context.block.get().users_code
+        with context.holding(users_code=""):
             outputs = self._calls.run(*args, **kwargs)
-        if code == fallback.FLOAT32:
+        if code == layer_calls.FLOAT32:
             wide = tensors.to_float32_with_notes
             return tensors.map_leaves(outputs, wide)
         return outputs
 
-    def _wrap(self, **more: replacing.Wrapper) -> None:
+    def _wrap(self, **more: layers.Wrapper) -> None:
         """Wraps further methods of the model."""
         if not more.keys() <= self.wrappers.keys():
             self.wrappers |= more
-            replacing.attach(self._model, replacing.RULES, self)
+            layers.attach(self._model, layers.RULES, self)
 
     def _fit(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         return _reports.fit(self._model, original, *args, **kwargs)
@@ -190,7 +201,7 @@ class _MixedModel:
 
         A user's own step may combine their results with float32.
         """
-        with context_values.holding(users_code=fallback.FLOAT32):
+        with context.holding(users_code=layer_calls.FLOAT32):
             return self._under_rules(original, *args, **kwargs)
 
     def _place(self, args: tuple, kwargs: dict) -> Any:
@@ -201,7 +212,7 @@ class _MixedModel:
         if keras.backend.backend() == "tensorflow":
             return optimizer.place()
         order = training.STEP_ON_JAX
-        _, _, values, _ = replacing.argument(order, args, kwargs, "state")
+        _, _, values, _ = layers.argument(order, args, kwargs, "state")
         # Keras refuses another number of values, and says so.
         mapping = zip(optimizer.variables, values, strict=False)
         with keras.StatelessScope(mapping):
@@ -216,7 +227,7 @@ class _MixedModel:
 
     def _build(self, original: Callable, *args: Any, **kwargs: Any) -> None:
         """Builds a Sequential, whose layers draw their initial values."""
-        build = functools.partial(exact_inputs.build_exactly, self._model)
+        build = functools.partial(layer_calls.build_exactly, self._model)
         self._under_rules(build, original, *args, **kwargs)
 
     def _before_tracing(self, original: Callable, **batch: Any) -> None:
@@ -232,8 +243,8 @@ class _MixedModel:
         """Lists below the table which layers fell back to float32."""
         shown = original(*args, **kwargs)
         order = training.ORDERS["summary"]
-        show = replacing.argument(order, args, kwargs, "print_fn") or print
-        for note in fallback.reasons(self._model):
+        show = layers.argument(order, args, kwargs, "print_fn") or print
+        for note in layer_calls.reasons(self._model):
             show(f" {note}")
         for layer, why in chosen_layers.reasons(self._model).items():
             place = f"not in float8: {why}" if why else "in float8"
@@ -263,3 +274,185 @@ class _MixedModel:
                 "no device here multiplies float8: the policy "
                 "'mixed_float8' computes the same by casts, more slowly."
             )
+
+
+def make_compile(original: Callable[..., None]) -> Callable[..., None]:
+    """Returns the replacement of Keras's `compile` for all models."""
+
+    @functools.wraps(original)
+    def compile(self: keras.Model, *args: Any, **kwargs: Any) -> None:
+        def method(*args: Any, **kwargs: Any) -> None:
+            # Keras creates an optimizer here, and computes nothing in 16 bit.
+            with context.holding(rules=context.NO_RULES):
+                original(self, *args, **kwargs)
+
+        if _record(self) is None:
+            _compile(self, method, *args, **kwargs)
+        else:
+            # Its record wraps this call.
+            method(*args, **kwargs)
+
+    return compile
+
+
+def _adopt(model: keras.Model) -> None:
+    """Gives a model with 16-bit layers what a policy gives to a new one."""
+    policy = _policy_of(model)
+    if policy is None:
+        return
+    for layer in layers.flat_layers(model):
+        is_model = isinstance(layer, keras.Model)
+        is_attached = layers.part(layer, layers.CALL)
+        if is_attached or (is_model and _record(layer)):
+            continue
+        layer_calls.attach(layer)
+        if is_model and _policy_of(layer):
+            set_policy(layer, policy)
+
+
+def _policy_of(model: keras.Model) -> keras.DTypePolicy | None:
+    """Returns the policy of a model's record, or that of its layers."""
+    for layer in layers.flat_layers(model):
+        if (found := _record(layer)) is not None:
+            return found.policy
+    for dtype in _formats.SIXTEEN_BIT:
+        if layers.computes_in(model, dtype):
+            pure = layers.has_sixteen_bit_variables(model)
+            return policies.Policy(dtype if pure else f"mixed_{dtype}")
+    return None
+
+
+def _compile(
+    model: keras.Model,
+    original: Callable[..., None],
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Compiles a model by Keras's method, then changes its optimizer.
+
+    `auto_scale_loss` decides nothing: no loss of a model with a record is
+    scaled, and its optimizer has to skip steps.
+    """
+    _adopt(model)
+    record = _record(model)
+    if not record and policies.SIXTEEN_BIT not in context.active_rules():
+        original(*args, **kwargs)
+        return
+    order = training.ORDERS["compile"]
+    given = layers.argument(order, args, kwargs, "optimizer")
+    factor = getattr(given, "loss_scale_factor", None)
+    original(*args, **kwargs)
+    optimizer = getattr(model, "optimizer", None)
+    if record is not None and optimizer is not None:
+        if factor is not None:
+            # Keras's scaler drops it without a word, and ours with one.
+            given.loss_scale_factor = factor
+        optimizer = choose(optimizer, model, record.level)
+    if optimizer is not getattr(model, "optimizer", None):
+        named = optimizer_in_files(optimizer, model)
+        layers.adopt_optimizer(model, optimizer, named)
+    if record is not None or isinstance(optimizer, scaling.LossScaleOptimizer):
+        guard.attach(model)
+    if _needs_advice(model):
+        _advise(model)
+
+
+def _needs_advice(model: keras.Model) -> bool:
+    return any(
+        is_float32_without_policy(layer) or layers.last_activation(layer)
+        for layer in layers.that_compute(model)
+    )
+
+
+def is_float32_without_policy(layer: keras.Layer) -> bool:
+    """Returns whether a layer is in float32, and no policy made it so."""
+    origin = layers.marks(layer).origin
+    return layer.compute_dtype == "float32" and origin != layers.DEFAULT
+
+
+def choose(
+    optimizer: keras.optimizers.Optimizer,
+    model: keras.Layer,
+    level: str | None = None,
+) -> keras.optimizers.Optimizer:
+    """Wraps an optimizer as a model's dtypes require.
+
+    float16 layers get loss scaling, bfloat16 layers a check that skips steps
+    that are not finite, and 16-bit variables float32 master weights. tfmix's
+    wrappers stay. If its loss-scale optimizer lacks master weights, they are
+    added inside it. Keras's own goes, because it scales a loss that needs no
+    scale, and a step that it skips leaves NaN in metrics and statistics.
+    """
+    pure = layers.has_sixteen_bit_variables(model)
+    while type(optimizer) is optimizers.KerasScaler:
+        optimizer = optimizer.inner_optimizer
+    if isinstance(optimizer, scaling.LossScaleOptimizer):
+        if pure:
+            _add_masters(optimizer)
+        return optimizer
+    float16 = layers.computes_in(model, "float16")
+    if not float16 and not layers.computes_in(model, "bfloat16"):
+        return optimizer
+    if pure and not isinstance(
+        optimizer, sixteen_bit_optimizer.SixteenBitOptimizer
+    ):
+        optimizer = _automatic(master_weights.MasterWeightOptimizer(optimizer))
+    rule: Any = "dynamic"
+    if not float16 or level == "O3":
+        # `NoLossScale` still skips steps that are not finite.
+        rule = rules.NoLossScale()
+    return _automatic(scaling.LossScaleOptimizer(optimizer, loss_scale=rule))
+
+
+def optimizer_in_files(
+    optimizer: keras.optimizers.Optimizer, model: keras.Layer
+) -> keras.optimizers.Optimizer:
+    """Returns the optimizer that a model's files name.
+
+    It is the user's own, which `choose` wraps again when the file is loaded,
+    and which a process without tfmix knows.
+    """
+    float16 = layers.computes_in(model, "float16")
+    chosen = rules.DynamicLossScale if float16 else rules.NoLossScale
+    inner = optimizer
+    while getattr(inner, "is_automatic", False):
+        if not isinstance(getattr(inner, "rule", None), chosen | None):
+            # A level decided.
+            return optimizer
+        inner = inner.inner_optimizer
+    return inner
+
+
+def without_automatic(
+    optimizer: keras.optimizers.Optimizer,
+) -> keras.optimizers.Optimizer:
+    """Removes what `choose` put around an optimizer, or inside a user's."""
+    while getattr(optimizer, "is_automatic", False):
+        optimizer = optimizer.inner_optimizer
+    inner = vars(optimizer).get("inner_optimizer")
+    if getattr(inner, "is_automatic", False):
+        optimizer.inner_optimizer = inner.inner_optimizer
+    return optimizer
+
+
+def _automatic(optimizer: Any) -> keras.optimizers.Optimizer:
+    optimizer.is_automatic = True
+    return optimizer
+
+
+def _add_masters(optimizer: scaling.LossScaleOptimizer) -> None:
+    inner = optimizer.inner_optimizer
+    if isinstance(inner, sixteen_bit_optimizer.SixteenBitOptimizer):
+        return
+    if optimizer.built:
+        raise ValueError(
+            "A model with 16-bit variables loses every update smaller than "
+            "half a step of the format, unless its optimizer keeps float32 "
+            f"masters. Received: optimizer={optimizer!r}, which has none and "
+            "is built already. Compile with tfmix.LossScaleOptimizer("
+            f"tfmix.optimizers.MasterWeightOptimizer({type(inner).__name__}"
+            "(...)))."
+        )
+    optimizer.inner_optimizer = _automatic(
+        master_weights.MasterWeightOptimizer(inner)
+    )

@@ -16,32 +16,19 @@ registry keeps a gradient of ours for each trace, under a name that begins with
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
 
-from tfmix._keras import (
-    custom_vjp,
-    global_state,
-    layers,
-    op_places,
-    replacing,
-    tapes,
-)
+from tfmix._keras import context, layers, op_places, replacing, tapes
 from tfmix._keras import variables as keras_variables
 from tfmix._keras.replacing import COMPILE, LAYERS, OPS
-from tfmix.autocast import bare_optimizers, fallback, global_policy
-from tfmix.autocast import compile as compiling
-from tfmix.ops import (
-    apply,
-    attention,
-    recomputation,
-    stand_ins,
-    tensors,
-    ways,
-)
+from tfmix.autocast import bare_optimizers, global_policy, layer_calls, record
+from tfmix.ops import apply, attention, logits, recomputation, tensors, ways
 from tfmix.optimizers import wrapper
+from tfmix.policy import op_lists
 from tfmix.policy import policy as policies
 
 
@@ -67,11 +54,17 @@ _under_policy = functools.partial(replacing.under, policies.SIXTEEN_BIT)
 
 
 def _of_user(original: Callable) -> Any:
-    return recomputation.alike(original, stand_ins.block_as_now)
+    return recomputation.alike(original, replacing.block_as_now)
 
 
 if keras.backend.backend() == "tensorflow":
     _OF_BACKEND: tuple[Replaced, ...] = (
+        Replaced(
+            OPS,
+            "A user's gradient runs under the settings of the layer's call.",
+            tapes.CUSTOM,
+            replacing.lazily(_of_user),
+        ),
         Replaced(
             OPS,
             "A tape may watch the 16-bit copy of a tensor.",
@@ -92,14 +85,14 @@ if keras.backend.backend() == "tensorflow":
         ),
     )
 else:
-    from tfmix.ops import jax_custom_gradients
+    from tfmix.gradient_scaling import gates_jax
 
     _OF_BACKEND = (
         Replaced(
             OPS,
             "A user's gradient function in a model gets unscaled gradients.",
-            custom_vjp.PLACES,
-            replacing.lazily(jax_custom_gradients.unscaled),
+            tapes.CUSTOM,
+            replacing.lazily(gates_jax.of_users),
         ),
     )
 
@@ -108,12 +101,12 @@ LIST = (
         COMPILE,
         "A model with 16-bit layers gets its optimizer and its guard.",
         functools.partial(replacing.definers, keras.Model, "compile"),
-        compiling.make_compile,
+        record.make_compile,
     ),
     Replaced(
         LAYERS,
         "A new layer gets tfmix's policy, in all threads.",
-        [global_state.POLICY_STORE],
+        [context.POLICY_STORE],
         global_policy.policy_store,
     ),
     Replaced(
@@ -132,7 +125,7 @@ LIST = (
         OPS,
         "A layer's state is what float32 computes.",
         [keras_variables.ASSIGN],
-        functools.partial(apply.assigning, exactly=fallback.assign_exactly),
+        functools.partial(apply.assigning, exactly=layer_calls.assign_exactly),
     ),
     Replaced(
         OPS,
@@ -149,12 +142,6 @@ LIST = (
         ],
         _under_policy(bare_optimizers.make_apply),
     ),
-    Replaced(
-        OPS,
-        "A user's gradient runs under the settings of the layer's call.",
-        recomputation.PLACES,
-        replacing.lazily(_of_user),
-    ),
     *_OF_BACKEND,
     Replaced(
         OPS,
@@ -164,6 +151,7 @@ LIST = (
         rule=op_places.ATTENTION,
     ),
 )
+_OPS = {*op_lists.NARROW, *op_lists.DEFAULT_FLOAT32_OPS, *ways.WAYS}
 _OF_OPS = "An op computes by the policy's lists, and by what comes."
 
 
@@ -177,13 +165,46 @@ def names(
         what: For ops, the active rules.
     """
     if group == OPS:
-        for place, make in stand_ins.makers(what).items():
+        for place, make in _of_rules(what).items():
             yield place, make, _OF_OPS
     for entry in LIST:
         if entry.group == group and (group != OPS or entry.rule in what):
             found = entry.places
             for place in found() if callable(found) else found:
                 yield place, entry.make, entry.why
+
+
+def _of_rules(rules: frozenset[str]) -> dict[replacing.Place, replacing.Maker]:
+    """Returns what a set of rules replaces of ops, with what makes it."""
+    found: dict[replacing.Place, replacing.Maker] = {}
+    ops = set(rules) - {policies.SIXTEEN_BIT}
+    if policies.SIXTEEN_BIT in rules:
+        ops |= _OPS
+        for place, (name, is_reversed) in op_places.OPERATORS.items():
+            found[place] = functools.partial(
+                _of_op, name=name, is_reversed=is_reversed
+            )
+    for name in ops:
+        # A module is copied as a whole, with a stand-in for each of its ops.
+        found |= dict.fromkeys(
+            op_places.targets(name), functools.partial(_of_op, name=name)
+        )
+    return found
+
+
+def _of_op(original: Any, name: str, is_reversed: bool = False) -> Any:
+    """Returns a function that computes an op by the rules of its caller."""
+    if inspect.ismodule(original):
+        copy = op_places.copy_module(original, _by_rules)
+        for name in logits.LOSSES.keys() & vars(copy).keys():
+            # These also hold where a loop computes the loss, outside of rules.
+            make = replacing.lazily(logits.recovering)
+            setattr(copy, name, make(getattr(copy, name)))
+        return copy
+    return _by_rules(original, name, is_reversed=is_reversed)
+
+
+_by_rules = functools.partial(apply.by_rules, ways=ways.WAYS)
 
 
 def _makers(group: str, what: Any) -> Mapping[replacing.Place, replacing.Maker]:

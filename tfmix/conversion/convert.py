@@ -7,13 +7,7 @@ from typing import Any, NamedTuple
 import keras
 
 from tfmix import _arguments, _messages, _progress, _tables
-from tfmix._keras import (
-    layers,
-    optimizers,
-    replacing,
-    training,
-)
-from tfmix.autocast import compile as compiling
+from tfmix._keras import layers, optimizers
 from tfmix.autocast import global_policy
 from tfmix.autocast import record as mixed_model
 from tfmix.conversion import (
@@ -24,7 +18,6 @@ from tfmix.conversion import (
 from tfmix.float8 import chosen_layers
 from tfmix.gradient_scaling import model_call
 from tfmix.loss_scaling import optimizer as scaling
-from tfmix.policy import float32_layers
 from tfmix.policy import policy as policies
 from tfmix.step import guard
 
@@ -231,11 +224,14 @@ def _change(
     with contextlib.ExitStack() as way_back, contextlib.ExitStack() as failed:
         way_back.callback(layer_changes.forget_compiled, model)
         failed.callback(_adopt, model, before)
-        way_back.callback(_save_settings(optimizer or before))
+        for part in optimizers.with_nested(optimizer or before):
+            for name in ("inner_optimizer", "loss_scale_factor"):
+                if name in vars(part):
+                    way_back.callback(setattr, part, name, vars(part)[name])
         for part in (model, *mixed_model.models_inside(model)):
-            methods = replacing.by_role(part)
-            way_back.callback(replacing.restore, part, methods)
-            scaled = replacing.RULES in methods
+            methods = layers.by_role(part)
+            way_back.callback(layers.restore, part, methods)
+            scaled = layers.RULES in methods
             way_back.callback(model_call.note_scaling, part, scaled)
         layer_changes.set_dtypes(steps, way_back)
         chosen = chosen_layers.reasons(model)
@@ -247,7 +243,7 @@ def _change(
             guard.attach(model)
         elif installed is not before:
             # Only tfmix's wrapper could skip a step, and it is gone.
-            replacing.detach(model, replacing.GUARD)
+            layers.detach(model, layers.GUARD)
         layer_changes.forget_compiled(model)
         failed.pop_all()
         undone = way_back.pop_all()
@@ -279,7 +275,7 @@ def converted_copy(
     casts = layer_changes.casts(planned_policies.plan(twin, policy))
     current = _optimizer_of(twin)
     if casts and current is not None and optimizer is None:
-        optimizer = compiling.without_automatic(current)
+        optimizer = mixed_model.without_automatic(current)
         optimizer = type(optimizer).from_config(optimizer.get_config())
     report, optimizer = _convert(twin, policy, optimizer, may_cast=True)
     if casts:
@@ -339,8 +335,6 @@ def prepare(
     model: keras.Model,
     optimizer: keras.optimizers.Optimizer | str,
     level: str | keras.DTypePolicy = "O2",
-    *,
-    keep_batchnorm_fp32: bool | None = None,
 ) -> Prepared:
     """Converts a model, wraps its optimizer and guards it, in one call.
 
@@ -354,15 +348,12 @@ def prepare(
         level: `"O0"` to `"O3"`, or any policy. Defaults to `"O2"`:
             `mixed_float16`, normalisation layers in float32, dynamic loss
             scale.
-        keep_batchnorm_fp32: Boolean that overrides the level's choice.
-            Defaults to `None`, which keeps that choice.
 
     Returns:
         A named tuple `(model, optimizer, report)`.
 
     Raises:
-        TypeError, ValueError: As for `apply_policy`, and if
-            `keep_batchnorm_fp32` comes with another policy than a level.
+        TypeError, ValueError: As for `apply_policy`.
 
     Examples:
         >>> model = keras.Sequential(
@@ -373,8 +364,6 @@ def prepare(
         >>> type(optimizer).__name__
         'LossScaleOptimizer'
     """
-    if keep_batchnorm_fp32 is not None:
-        level = _with_batchnorm(level, keep_batchnorm_fp32)
     accepted = global_policy.resolve_policy(level)
     _arguments.model(model)
     instance = keras.optimizers.get(optimizer)
@@ -383,21 +372,6 @@ def prepare(
         return Prepared(model, instance, report)
     report, instance = _convert(model, accepted, instance)
     return Prepared(model, instance, report)
-
-
-def _with_batchnorm(level: Any, is_kept: bool) -> policies.Policy:
-    """Returns a level that keeps `BatchNormalization` in float32, or not."""
-    if level not in float32_layers.LEVELS or not isinstance(is_kept, bool):
-        raise ValueError(
-            "`keep_batchnorm_fp32` is True or False for one of the levels "
-            f"{[*float32_layers.LEVELS]}. Received: level={level!r}, "
-            f"keep_batchnorm_fp32={is_kept!r}. Name the layers of other "
-            "policies: tfmix.Policy(name, float32_layers=[...])."
-        )
-    policy = policies.Policy(level)
-    name = float32_layers.BATCH_NORMALIZATION.layer_class
-    others = [item for item in policy.float32_layers if item != name]
-    return policies.changed(policy, float32_layers=[name] * is_kept + others)
 
 
 def _wrap_optimizer(
@@ -409,10 +383,10 @@ def _wrap_optimizer(
     level = policies.with_rules(policy).level
     current = _optimizer_of(model)
     if optimizer is None and current is not None:
-        optimizer = compiling.without_automatic(current)
+        optimizer = mixed_model.without_automatic(current)
     if optimizer is None:
         return None
-    wrapped = compiling.choose(optimizer, model, level)
+    wrapped = mixed_model.choose(optimizer, model, level)
     if (
         isinstance(wrapped, scaling.LossScaleOptimizer)
         and isinstance(current, scaling.LossScaleOptimizer)
@@ -432,28 +406,10 @@ def _optimizer_of(model: keras.Model) -> keras.optimizers.Optimizer | None:
     return getattr(model, "optimizer", None) if compiled else None
 
 
-def _save_settings(
-    optimizer: keras.optimizers.Optimizer | None,
-) -> layer_changes.Undo:
-    """Saves the settings that a conversion changes inside an optimizer."""
-    settings = [
-        (part, name, vars(part)[name])
-        for part in optimizers.with_nested(optimizer)
-        for name in ("inner_optimizer", "loss_scale_factor")
-        if name in vars(part)
-    ]
-
-    def restore() -> None:
-        for part, name, value in settings:
-            setattr(part, name, value)
-
-    return restore
-
-
 def _adopt(model: keras.Model, optimizer: Any) -> None:
     if optimizer is not None:
-        saved = compiling.optimizer_in_files(optimizer, model)
-        training.adopt_optimizer(model, optimizer, saved)
+        saved = mixed_model.optimizer_in_files(optimizer, model)
+        layers.adopt_optimizer(model, optimizer, saved)
     for part in optimizers.chain(optimizer):
         if isinstance(part, scaling.LossScaleOptimizer):
             part.decide_anew()

@@ -1,6 +1,5 @@
 """Copies a model: the same weights, and no shared objects."""
 
-import collections
 import contextlib
 import warnings
 from collections.abc import Iterator
@@ -70,12 +69,9 @@ def _copy_adapters(twin: keras.Model, model: keras.Model) -> None:
 
 def _check_weights(twin: keras.Model, model: keras.Model) -> None:
     """Raises an error for lost weights, about which Keras only warns."""
-    # The weights are compared as a multiset, because a quantized layer has
-    # them in another order once it is loaded.
+    # A quantized layer has its weights in another order once it is loaded.
     copies, originals = (
-        collections.Counter(
-            hash(weight.tobytes()) for weight in owner.get_weights()
-        )
+        sorted(hash(weight.tobytes()) for weight in owner.get_weights())
         for owner in (twin, model)
     )
     if copies != originals:

@@ -5,7 +5,6 @@ from keras import ops
 
 from tfmix import _formats, _messages
 from tfmix._keras import layers
-from tfmix.autocast import compile as compiling
 from tfmix.autocast import global_policy, record
 from tfmix.conversion import planned_policies
 from tfmix.policy import policy as policies
@@ -34,7 +33,7 @@ def on_compile(model: keras.Model) -> None:
         and planned_policies.entry(step.policy, step.layer).compute_dtype
         in _formats.SIXTEEN_BIT
     ]
-    late = [*filter(compiling.is_float32_without_policy, wide)]
+    late = [*filter(record.is_float32_without_policy, wide)]
     if not late:
         return
     is_name = policies.with_rules(policy).has_default_rules
@@ -87,4 +86,4 @@ def _returns(model: keras.Model, name: str, dtype: str) -> bool:
     return keras.backend.standardize_dtype(result.dtype) == dtype
 
 
-compiling.advise_by(on_compile)
+record.advise_by(on_compile)

@@ -6,13 +6,8 @@ from collections.abc import Callable
 import keras
 
 from tfmix import _formats
-from tfmix._keras import (
-    graphs,
-    layers,
-    replacing,
-    variables,
-)
-from tfmix.autocast import exact_inputs, fallback
+from tfmix._keras import graphs, layers, variables
+from tfmix.autocast import layer_calls
 from tfmix.conversion import planned_policies
 
 Undo = Callable[[], None]
@@ -65,7 +60,7 @@ def check_undo(steps: list[planned_policies.Step]) -> None:
             planned_policies.entry(policy, step.layer).name
             for policy in (step.policy, step.layer.dtype_policy)
         )
-        if made != now and not fallback.reason(step.layer):
+        if made != now and not layer_calls.reason(step.layer):
             raise RuntimeError(
                 f"This conversion made layer {step.layer.name!r} {made!r}, and "
                 f"it is {now!r} by now. Undo the later conversion first. A "
@@ -87,24 +82,21 @@ def _set_policy(
     among_16_bit: bool,
     way_back: contextlib.ExitStack,
 ) -> None:
-    before, methods = layer.dtype_policy, replacing.by_role(layer)
+    before, methods = layer.dtype_policy, layers.by_role(layer)
     # The layer must not apply its former policy's rules at its first call.
     first_called = vars(layer).pop(layers.FIRST_CALLED, None)
 
     def restore() -> None:
         layers.set_policy(layer, before)
-        replacing.restore(layer, methods)
+        layers.restore(layer, methods)
         if first_called is not None:
             layers.put(layer, layers.FIRST_CALLED, first_called)
 
     way_back.callback(restore)
-    replacing.detach(layer, replacing.FALLBACK)
-    exact_inputs.forget_exact(layer)
+    layers.detach(layer, layers.CALL)
     layers.set_policy(layer, policy)
     if among_16_bit and not layers.is_input(layer):
-        exact_inputs.keep_exact(layer)
-        if not layers.is_structure(layer):
-            fallback.attach(layer)
+        layer_calls.attach(layer)
 
 
 def _note_origin(

@@ -7,7 +7,7 @@ import keras
 
 from tfmix import _formats
 from tfmix._keras import graphs, layers
-from tfmix.autocast import fallback
+from tfmix.autocast import layer_calls
 from tfmix.policy import float32_layers
 from tfmix.policy import policy as policies
 
@@ -222,7 +222,7 @@ class _Planner:
 
     def _is_chosen(self, layer: keras.Layer) -> bool:
         """Returns whether a layer is in float32 because somebody chose it."""
-        if layer.dtype_policy.name != "float32" or fallback.reason(layer):
+        if layer.dtype_policy.name != "float32" or layer_calls.reason(layer):
             return False
         return self._is_choice[self._origins[id(layer)]]
 
@@ -241,7 +241,7 @@ class _Planner:
             return "a softmax head: in 16 bit it loses small probabilities"
         if is_head:
             return "the model's output"
-        return fallback.reason(layer)
+        return layer_calls.reason(layer)
 
     def _ruled(self, layer: keras.Layer) -> str | None:
         path = layers.path_of(layer)

@@ -6,7 +6,7 @@ import keras
 
 from tfmix import _arguments, _formats, _tables
 from tfmix._keras import graphs, layers
-from tfmix.autocast import fallback
+from tfmix.autocast import layer_calls
 from tfmix.conversion import dtype_notes, planned_policies
 
 
@@ -87,7 +87,7 @@ def summary(model: keras.Model) -> ModelSummary:
     computing = {*map(id, layers.that_compute(model))}
     every = layers.flat_layers(model)
     listed = [layer for layer in every if id(layer) in computing]
-    notes = (*fallback.reasons(model), *dtype_notes.last_activations(model))
+    notes = (*layer_calls.reasons(model), *dtype_notes.last_activations(model))
     return ModelSummary(tuple(map(_row, listed)), notes)
 
 

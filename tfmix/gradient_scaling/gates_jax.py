@@ -7,15 +7,14 @@ depends on the mode: forwards it is the entrance, backwards the exit. A result
 does not depend on the power, so the token's tangent is free to carry it.
 
 A second derivative enters where the first one left, and meets what the first
-one's results get from elsewhere: the token tells the exit which power it has.
-Unknown gradients may meet it there, so its power is limited.
+one's results get from elsewhere. So all second derivatives have one fixed
+power, which the token tells the exit.
 """
 
 import contextlib
 import functools
 import itertools
 import operator
-import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -26,51 +25,14 @@ from jax import numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad, batching, mlir
 
-from tfmix._keras import context_values, kernels, tracing
+from tfmix._keras import context, kernels, tapes
 from tfmix.gradient_scaling import power
-from tfmix.ops import jax_products
+from tfmix.ops import jax_products, tensors
 
-# These bits of a power of two are 0.
-_MANTISSA = 2**23 - 1
-
-
-class _Shared:
-    """What the gates of one call know while a backward pass is traced.
-
-    JAX keeps it after that, so it must not hold tracers.
-
-    Attributes:
-        second: Returns the token of the last second derivative that entered.
-            Others need the same power, because they meet inside.
-    """
-
-    def __init__(self) -> None:
-        self.second: Callable[[], Any] = _nothing
-
-    def told(self, token: Any, arrays: Sequence) -> Any:
-        """Returns the token of a second derivative that enters."""
-        known = self.second()
-        live = [x for x in arrays if not isinstance(x, ad.Zero)]
-        is_known = known is not None and isinstance(token, ad.Zero)
-        if not is_known or not tracing.has_trace_of(known, live):
-            return token
-        return jnp.broadcast_to(known.reshape(-1, 2)[0], token.aval.shape)
-
-
-def _nothing() -> None:
-    """Returns no token."""
-
-
-def is_reached(array: Any, others: Sequence) -> bool:
-    """Returns whether an array belongs to a running transformation.
-
-    Layers may keep arrays of one that has ended.
-
-    Args:
-        array: The array.
-        others: Arrays that do.
-    """
-    return tracing.is_traced_with(array, others)
+# The factor that second derivatives are divided by where they leave. A passing
+# gradient lies in the upper half of float16's range: if it belongs to a penalty
+# times 1e-4, its digits stay, and if it belongs to one times 1e3, it has room.
+_DOWN_OF_SECOND = 2.0**-7
 
 
 class Gates:
@@ -86,13 +48,12 @@ class Gates:
         self._place = lax.stop_gradient(jnp.asarray(place, "float32"))
         self._overwritten = overwritten
         self._token: Any = jnp.zeros(2, "float32")
-        self._state = tracing.transformation()
-        self._shared = _Shared()
+        self._state = context.transformation()
 
     def enter(self, values: Sequence) -> list:
         """Returns the arrays for the code inside, in the same order."""
         given = [*filter(self._passes, values)]
-        how = _Gate(True, (True,) * len(given), self._shared)
+        how = _Gate(True, (True,) * len(given))
         passed = iter(self._pass(how, given))
         return [next(passed) if self._passes(x) else x for x in values]
 
@@ -105,7 +66,7 @@ class Gates:
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """Runs a block between the gates."""
-        with context_values.holding(gates=self):
+        with context.holding(gates=self):
             yield
 
     def leave(self, results: Sequence, losses: Sequence) -> tuple[list, list]:
@@ -119,7 +80,7 @@ class Gates:
         counts = (True,) * len(results) + (False,) * len(losses)
         # Losses may be numbers of Keras's own.
         arrays = [*map(jnp.asarray, (*results, *losses))]
-        passed = self._pass(_Gate(False, counts, self._shared), arrays)
+        passed = self._pass(_Gate(False, counts), arrays)
         return list(passed[: len(results)]), list(passed[len(results) :])
 
     def _pass(self, how: "_Gate", arrays: Sequence) -> tuple:
@@ -135,19 +96,49 @@ class Gates:
         Inside a loop, a branch or another transformation it may not, because
         the power is then no value of that function.
         """
-        return bool(tracing.transformation() == self._state)
+        return bool(context.transformation() == self._state)
 
-    def unscaled(self, function: Callable, arrays: Sequence) -> tuple:
+    def unscaled(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Calls a function of the user's, whose gradients are unscaled.
 
-        Args:
-            function: Takes the arrays; returns a tuple of float arrays.
-            arrays: Float arrays.
+        It computes in float32. Its results have the dtypes they would have.
         """
-        out = _Gate(False, (True,) * len(arrays), self._shared)
-        made = function(*self._pass(out, arrays))
-        back = _Gate(True, (True,) * len(made), self._shared)
-        return self._pass(back, made)
+        shaped = jax.eval_shape(lambda: function(*args, **kwargs))
+        leaves, form = jax.tree.flatten((args, kwargs))
+        places = [n for n, x in enumerate(leaves) if _is_array(x)]
+        wide = [tensors.to_float32(leaves[n]) for n in places]
+        unscaled = self._pass(_Gate(False, (True,) * len(wide)), wide)
+        for n, x in zip(places, unscaled, strict=True):
+            leaves[n] = x
+        args, kwargs = jax.tree.unflatten(form, leaves)
+        made = jax.tree.leaves(function(*args, **kwargs))
+        made = self._pass(_Gate(True, (True,) * len(made)), made)
+        shapes, form = jax.tree.flatten(shaped)
+        narrow = [x.astype(y.dtype) for x, y in zip(made, shapes, strict=True)]
+        return jax.tree.unflatten(form, narrow)
+
+
+def of_users(original: Callable) -> Callable:
+    """Returns the method that calls a `custom_vjp`; `original` is JAX's.
+
+    Its gradient need not grow with what comes in: it may clip, or take the
+    sign. In a float16 model it gets what float32 would give it.
+    """
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        run = functools.partial(original, self)
+        gates = context.block.get().gates
+        if gates is None or tapes.is_linear(tapes.users_function(self)):
+            return run(*args, **kwargs)
+        # What it calls has no say in its gradient.
+        with context.holding(gates=None):
+            if gates.reach():
+                return gates.unscaled(run, args, kwargs)
+            tapes.say_scaled()
+            return run(*args, **kwargs)
+
+    return call
 
 
 class _Gate(NamedTuple):
@@ -156,16 +147,14 @@ class _Gate(NamedTuple):
     Attributes:
         enters: Whether it multiplies by a power of two, or divides by it.
         counts: For each array, whether it counts in the maximum.
-        shared: What the gates of the call know.
-        fresh: Whether these are no second derivatives.
+        again: Whether these are derivatives of derivatives.
         backwards: Whether gradients pass it, not tangents.
         depth: The number of batches whose rows have powers of their own.
     """
 
     enters: bool
     counts: tuple
-    shared: _Shared | None
-    fresh: bool = True
+    again: bool = False
     backwards: bool = False
     depth: int = 0
 
@@ -217,9 +206,12 @@ def _into(how: _Gate, *given: Any) -> list:
     *arrays, token, kept, place = given
     known = token + kept
     if arrays:
-        of_results = [*itertools.compress(arrays, how.counts)]
-        of_losses = itertools.compress(arrays, map(operator.not_, how.counts))
-        _, down = power.of(of_results, [*of_losses], place, not how.fresh)
+        counts, others = how.counts, map(operator.not_, how.counts)
+        of_results = [*itertools.compress(arrays, counts)]
+        of_losses = [*itertools.compress(arrays, others)]
+        down = _DOWN_OF_SECOND / jnp.minimum(place, 1.0)
+        if not (how.again and how.backwards):
+            _, down = power.of(of_results, of_losses, place)
         chosen = jnp.stack([down, jnp.ones_like(down)], -1)
         known = jnp.where(known[..., 1:] == 0, chosen, known)
     return [*_times(1 / _down(known), arrays), known]
@@ -238,12 +230,10 @@ def _out_of(how: _Gate, *given: Any) -> list:
 def _down(token: Any) -> Any:
     """Returns the factor that a token means; 1 if it passed no other gate.
 
-    Several passes may have told it. They have one power, or the result is NaN.
+    Several second derivatives may have told it, whose tokens are added.
     """
     total, count = token[..., 0], token[..., 1]
-    down = jnp.where(count == 0, 1.0, total / jnp.maximum(count, 1.0))
-    mantissa = kernels.bitcast(down, "int32") & _MANTISSA
-    return jnp.where(mantissa == 0, down, jnp.nan)
+    return jnp.where(count == 0, 1.0, total / jnp.maximum(count, 1.0))
 
 
 def _run(*given: Any, how: _Gate) -> list:
@@ -260,12 +250,6 @@ def _run(*given: Any, how: _Gate) -> list:
 _compiled = jax.jit(_run, static_argnames="how")
 
 
-def _run_eagerly(*given: Any, how: _Gate) -> list:
-    # One program serves all calls.
-    results: list = _compiled(*given, how=how._replace(shared=None))
-    return results
-
-
 def _pushed(
     primals: Sequence, tangents: Sequence, how: _Gate
 ) -> tuple[list, list]:
@@ -275,9 +259,11 @@ def _pushed(
     """
     results = _gate.bind(*primals, how=how)
     *moved, token, kept, _ = tangents
-    tokens = ad.instantiate_zeros(token), ad.instantiate_zeros(kept)
-    passed, of_token = how._replace(backwards=False).bind(
-        moved, (*tokens, primals[-1])
+    told = ad.instantiate_zeros(token) + ad.instantiate_zeros(kept)
+    # This is 0, but a pass that differentiates further finds the token by it.
+    kept = results[-1] - lax.stop_gradient(results[-1])
+    passed, of_token = how._replace(again=True, backwards=False).bind(
+        moved, (told, kept, primals[-1])
     )
     # A token's own gradient is the token of another pass.
     token = lax.stop_gradient(results[-1] if how.enters else primals[-3])
@@ -294,26 +280,13 @@ def _pushed(
 def _pulled(upstream: Sequence, *primals: Any, how: _Gate) -> list:
     """Pulls gradients back, by the other map."""
     *arrays, token = upstream
-    enters, shared = not how.enters, how.shared or _Shared()
-    # If the exit's second token has a gradient, this is a second derivative.
-    kept, place = primals[-2:]
-    is_first = enters and how.fresh and not ad.is_undefined_primal(kept)
-    if enters and not is_first:
-        token = shared.told(token, arrays)
-    token = ad.instantiate_zeros(token)
-    if not is_first:
-        kept = jnp.zeros_like(token)
     # Rows meet in what they share, so they get one power.
-    other = how._replace(enters=enters, fresh=is_first, backwards=True, depth=0)
-    passed, token = other.bind(arrays, (token, kept, place))
-    if enters:
-        # A pass ends where the results of the call get their gradients.
-        shared.second = _nothing if is_first else weakref.ref(token)
+    other = how._replace(enters=not how.enters, backwards=True, depth=0)
+    tokens = ad.instantiate_zeros(token), *primals[-2:]
+    passed, token = other.bind(arrays, tokens)
     return [
         x if ad.is_undefined_primal(primal) else None
-        for x, primal in zip(
-            (*passed, token, token, None), primals, strict=True
-        )
+        for x, primal in zip((*passed, token, None, None), primals, strict=True)
     ]
 
 
@@ -347,7 +320,7 @@ def _batched(values: Sequence, axes: Sequence, how: _Gate) -> tuple[list, list]:
 
 _gate = jax.extend.core.Primitive("tfmix_gate")
 _gate.multiple_results = True
-_gate.def_impl(_run_eagerly)
+_gate.def_impl(_compiled)
 _gate.def_abstract_eval(lambda *given, **_: list(given[:-2]))
 mlir.register_lowering(_gate, mlir.lower_fun(_run, multiple_results=True))
 ad.primitive_jvps[_gate] = _pushed
@@ -357,6 +330,10 @@ batching.primitive_batchers[_gate] = _batched
 
 def _is_float(value: Any) -> bool:
     return bool(jnp.issubdtype(value.dtype, jnp.inexact))
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, tensors.ARRAYS) and _is_float(leaf)
 
 
 def _times(factor: Any, arrays: Sequence, lost: Any = None) -> list:

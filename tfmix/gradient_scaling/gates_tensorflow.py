@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmix._keras import context_values, tapes, tracing
+from tfmix._keras import context, tapes
 from tfmix.gradient_scaling import power
 from tfmix.ops import tensorflow_products, tensors
 from tfmix.step import finite
@@ -31,27 +31,7 @@ from tfmix.step import finite
 _LARGE = 2.0**64
 
 
-def is_reached(tensor: Any, others: Sequence) -> bool:
-    """Returns whether a gradient of the running code may reach a tensor."""
-    del others
-    return tapes.reach(tensor)
-
-
-class _Function:
-    """The function that is traced now, or eager code."""
-
-    def __init__(self) -> None:
-        self._function = tapes.function()
-
-    def reach(self) -> bool:
-        """Returns whether the running code knows the power of a gradient.
-
-        The gradient of another function is traced before the power is known.
-        """
-        return bool(tapes.function() == self._function)
-
-
-class Gates(_Function):
+class Gates:
     """The gates of one call.
 
     Args:
@@ -61,7 +41,6 @@ class Gates(_Function):
     """
 
     def __init__(self, place: Any, overwritten: Collection[int]) -> None:
-        super().__init__()
         self._place, self._overwritten = place, overwritten
         self._tensors: list = []
         self._variables: Callable[[], list] = list
@@ -84,7 +63,7 @@ class Gates(_Function):
         watched = [*filter(tapes.reach, self._tensors)]
         with (
             tapes.variables_read() as self._variables,
-            context_values.holding(gates=self),
+            context.holding(gates=tapes.function()),
             _recording(self._tape, watched),
         ):
             yield
@@ -143,21 +122,23 @@ def _between(
         overwritten: The `id`s of tensors and variables whose gradient leaves as
             it is.
     """
-    handles, trace = tapes.handles(variables), tracing.trace()
+    handles, trace = tapes.handles(variables), context.trace()
     passes = [id(x) not in overwritten for x in (*tensors, *variables)]
 
     def gradient(is_asked: Sequence, *upstream: Any) -> list:
         """Returns the gradients of the tensors, then of the variables."""
+        # A `tf.gather` of a result sends rows.
+        upstream = tuple(map(tf.convert_to_tensor, upstream))
         with _as_written():
             by = power.of(upstream[:count], upstream[count:], place)
             scaled = [_times(by.up, each) for each in upstream]
         # In another graph, such as that of a nested `tf.function`'s gradient,
         # the results of this one cannot be differentiated again.
-        again = tapes.is_recorded() and tracing.trace() == trace
+        again = tapes.is_recorded() and context.trace() == trace
         sources = [*itertools.compress(tensors, is_asked), *handles]
         with (
             # A recomputed layer calls users' functions now.
-            context_values.holding(power=by, gates=_Function()),
+            context.holding(power=by, gates=tapes.function()),
             _recording(tape if again else None, scaled),
         ):
             if tape is None:
@@ -204,7 +185,7 @@ def _as_before(gradient: Any, values: Any) -> Any:
 
 def _as_written() -> contextlib.AbstractContextManager[None]:
     """Runs a block by no rules: they are for the code of models."""
-    return context_values.holding(rules=context_values.NO_RULES)
+    return context.holding(rules=context.NO_RULES)
 
 
 def _unscaled(down: Any, gradients: Sequence, says_why: Sequence) -> list:
@@ -230,22 +211,33 @@ def _unscaled(down: Any, gradients: Sequence, says_why: Sequence) -> list:
         unscaled = functools.partial(_saying_why, lost=lost)
         true[n] = (unscaled if says_why[n] else _times)(by, tensor)
     if together:
-        numbers, tensors, factors = zip(*together, strict=True)
-        sizes = [tensor.shape.num_elements() for tensor in tensors]
-        flat = tf.concat([tf.reshape(x, (-1,)) for x in tensors], 0)
+        numbers, values, factors = zip(*together, strict=True)
+        shapes = [value.shape for value in values]
+        sizes = np.array([shape.num_elements() for shape in shapes])
+        flat = tf.concat([_reshaped(x, [-1]) for x in values], 0)
         if set(factors) != {1.0}:
             down *= np.repeat(np.array(factors, "float32"), sizes)
-        parts = tf.split(_saying_why(down, flat, lost), sizes)
-        for n, part, tensor in zip(numbers, parts, tensors, strict=True):
-            true[n] = tf.reshape(part, tensor.shape)
+        parts = tf.raw_ops.SplitV(
+            value=_saying_why(down, flat, lost),
+            size_splits=sizes,
+            axis=np.int32(0),
+            num_split=len(sizes),
+        )
+        for n, part, shape in zip(numbers, parts, shapes, strict=True):
+            true[n] = _reshaped(part, shape)
     return true
+
+
+def _reshaped(tensor: Any, shape: Any) -> Any:
+    is_vector = len(shape) == len(tensor.shape) == 1
+    return tensor if is_vector else tf.reshape(tensor, shape)
 
 
 def _may_join(tensor: Any, factor: Any) -> bool:
     return (
         tensor.dtype == tf.float32
         and (factor is None or isinstance(factor, float))
-        and tracing.by_gpu_kernels()
+        and (tf.executing_eagerly() or context.by_gpu_kernels())
         and finite.is_small(tensor)
     )
 
@@ -254,7 +246,7 @@ def _saying_why(down: Any, tensor: Any, lost: Callable) -> Any:
     """Divides a gradient; what overflowed inside becomes infinite."""
     real = tf.math.real(tensor) if tensor.dtype.is_complex else tensor
     wide = tensors.cast(tensor, tf.float32) if _is_small(tensor) else tensor
-    down = tensors.cast(down, wide.dtype)
+    down = _alike(down, wide.dtype)
     fine, select = tf.raw_ops.IsFinite(x=real), tf.raw_ops.SelectV2
     largest, by = lost(wide.dtype)
     if by is None:
@@ -272,12 +264,12 @@ def _lost(down: Any, dtype: tf.DType) -> tuple[Any, Any]:
 
     The product is infinity, or NaN as `down` is.
     """
-    if tracing.by_xla():
+    if context.by_xla():
         # XLA joins one selection with other kernels. Nothing that looks for
         # infinities looks into its program.
         return tensors.cast(tf.raw_ops.AddV2(x=down, y=math.inf), dtype), None
-    large = tf.raw_ops.AddV2(x=tf.raw_ops.Sub(x=down, y=down), y=_LARGE)
-    return tf.constant(dtype.real_dtype.max, dtype), tensors.cast(large, dtype)
+    large = down - down + _LARGE
+    return tf.constant(dtype.real_dtype.max, dtype), _alike(large, dtype)
 
 
 def _times(factor: Any, tensor: Any) -> Any:
@@ -286,7 +278,13 @@ def _times(factor: Any, tensor: Any) -> Any:
         # It is quick to trace, for hundreds of gradients.
         return tf.raw_ops.Mul(x=tensor, y=factor)
     wide = tensors.cast(tensor, tf.float32) if _is_small(tensor) else tensor
-    return tensors.cast(wide * tensors.cast(factor, wide.dtype), tensor.dtype)
+    by = _alike(factor, wide.dtype)
+    return tensors.cast(tf.raw_ops.Mul(x=wide, y=by), tensor.dtype)
+
+
+def _alike(factor: Any, dtype: tf.DType) -> Any:
+    """Returns a factor in a dtype; a number has none."""
+    return factor if isinstance(factor, float) else tensors.cast(factor, dtype)
 
 
 def _is_small(tensor: Any) -> bool:

@@ -1,21 +1,33 @@
-"""Calls a float16 model between two gates, which scale its gradients inside.
+"""Calls a model, whose outermost call returns float32.
 
-Weights and inputs pass the first gate. Everything that a gradient can enter by
-passes the second: results, added losses, and tensors that a layer keeps for a
-later loss.
+`Calls.run` reads downwards: it keeps statistics finite, then come the gates,
+which scale gradients inside a float16 model, then the policy's rules, then the
+model's own `call`. Weights and inputs pass the first gate. Everything that a
+gradient can enter by passes the second: results, added losses, and tensors that
+a layer keeps for a later loss.
+
+A graph with several results runs in parts, each with gates of its own. A part
+holds the operations that reach the same results: the trunk is one part, and
+each head another. Each head finds its own power of two, so gradients are right
+even if losses differ by orders of magnitude. A part also ends at a result that
+others are computed from, such as the mean beside a sample, so that gradients
+with respect to it exist.
 """
 
 import contextlib
+import functools
+import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 
-from tfmix._keras import global_state, layers, tapes, tracing
+from tfmix._keras import context, graphs, layers, tapes
 from tfmix._keras import variables as keras_variables
 from tfmix.gradient_scaling import placing
 from tfmix.ops import tensors
+from tfmix.step import guard
 
 gates: Any
 _TENSORFLOW = keras.backend.backend() == "tensorflow"
@@ -28,9 +40,127 @@ else:
 
     gates = gates_jax
 
+# What a model call is part of, while its results stay in their own dtype.
+_AS_MADE = "as made"
 # Models that scale their gradients inside.
 _scaling: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 _NOTHING = (None,)
+
+
+def outputs_as_made() -> contextlib.AbstractContextManager[None]:
+    """Makes models return their last layers' results unchanged, for `check`."""
+    return context.holding(around=_AS_MADE)
+
+
+def is_outermost(model: keras.Model) -> bool:
+    """Returns whether a model's results leave the 16-bit layers.
+
+    The call must have real tensors, and come from no layer except a graph that
+    only connects layers.
+    """
+    is_part = context.block.get().around is not None
+    if is_part or context.on_shapes_only():
+        return False
+    entry = context.entry_layer()
+    if entry is None or entry is model:
+        return True
+    return layers.is_structure(entry) and not layers.by_role(entry)
+
+
+class Calls:
+    """The calls of one model.
+
+    Args:
+        model: The model.
+        ruled: Returns a context in which the model's rules hold.
+    """
+
+    def __init__(self, model: keras.Model, ruled: Callable) -> None:
+        self._model, self._ruled = model, ruled
+
+    @functools.cached_property
+    def parts(self) -> list[keras.Function]:
+        """The parts of a graph that scale separately, if there are some."""
+        model = self._model
+        if not layers.is_graph(model) or len(layers.results(model)) == 1:
+            return []
+        made = graphs.parts(model)
+        return made if len(made) > 1 else []
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model. Its outermost call returns float32."""
+        model = self._model
+        if not is_outermost(model):
+            with outputs_as_made(), self._ruled():
+                return self._own(*args, **kwargs)
+        with guard.statistics_kept_finite(model, kwargs.get("training")):
+            if self.parts:
+                # Each part has gates of its own.
+                return self._in_float32(*args, **kwargs)
+            return between_gates(model, self._in_float32, args, kwargs)
+
+    def run_graph(
+        self,
+        original: Callable,
+        inputs: Any,
+        operation_fn: Callable = lambda operation: operation,
+        **kwargs: Any,
+    ) -> Any:
+        """Runs the graph in parts; `original` is Keras's method."""
+        # Only the outermost graph does.
+        if context.block.get().around is not self:
+            return original(inputs, operation_fn=operation_fn, **kwargs)
+        model, given = self._model, keras.tree.flatten(inputs)
+        # Maps the `id` of a symbol to its value and original dtype. Other parts
+        # get the value in float32.
+        known = {
+            id(symbol): (value, "")
+            for symbol, value in zip(model.inputs, given, strict=True)
+        }
+        for part in self.parts:
+            taken = [known[id(symbol)] for symbol in part.inputs]
+            run, arguments = functools.partial(_run_part, part), (taken,)
+            kwargs = {"operation_fn": operation_fn}
+            made = between_gates(model, run, arguments, kwargs)
+            known.update(zip(map(id, part.outputs), made, strict=True))
+        made = [_narrow(*known[id(symbol)]) for symbol in layers.results(model)]
+        return graphs.packed_results(model, made)
+
+    def _in_float32(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model under its rules. Its results are float32."""
+        around = self if self.parts else _AS_MADE
+        with context.holding(around=around), self._ruled():
+            outputs = self._own(*args, **kwargs)
+            # Under the rules, a cast returns the value from before rounding.
+            wide = tensors.to_float32_with_notes
+            return tensors.map_leaves(outputs, wide)
+
+    def _own(self, *args: Any, **kwargs: Any) -> Any:
+        call = layers.wrapped(self._model, "call", layers.RULES)
+        return call(*args, **kwargs)
+
+
+def _run_part(part: keras.Function, taken: list, operation_fn: Callable) -> Any:
+    """Returns a part's results in float32, each with its own dtype.
+
+    Args:
+        part: The part.
+        taken: Pairs of a tensor and its original dtype.
+        operation_fn: Gives an operation its arguments.
+    """
+    given = [_narrow(*pair) for pair in taken]
+    return [
+        (tensors.to_float32_with_notes(x), tensors.float_dtype(x))
+        for x in graphs.run_part(part, given, operation_fn)
+    ]
+
+
+def _narrow(tensor: Any, dtype: str) -> Any:
+    if tensors.float_dtype(tensor) in ("", "sparse", dtype) or not dtype:
+        return tensor
+    narrow = tensors.input_copy(tensor, keras.ops.cast(tensor, dtype))
+    tensors.copy_notes(tensor, narrow)
+    return narrow
 
 
 def note_scaling(model: keras.Model, scales: bool) -> None:
@@ -70,17 +200,17 @@ def between_gates(
     nest = tensors.map_leaves((args, kwargs), keras_variables.read)
     given, rebuilt = tensors.floats(nest)
     exact = [*map(tensors.before_cast, given)]
-    scope = global_state.open_scope()
+    scope = context.open_scope()
     state: dict = {} if scope is None else scope.state_mapping
     weights = [] if _TENSORFLOW or scope else _traced(model)
     values = [*exact, *state.values(), *(value for *_, value in weights)]
-    if not (_TENSORFLOW or any(map(tracing.is_symbolic, values))):
+    if not (_TENSORFLOW or any(map(context.is_symbolic, values))):
         return call(*args, **kwargs)
     flat, objects = layers.flat_layers(model), _objects(nest)
     before = _items([*flat, *objects], state)
     held = [item for item in before.values() if _is_reached(item, values)]
     held += weights
-    pair = gates.Gates(placing.of(model), _overwritten(model, state))
+    pair = gates.Gates(placing.of(model), _overwritten(flat, state))
     kept, with_kept = tensors.floats([value for *_, value in held])
     inside = pair.enter([*exact, *kept])
     new = map(_rounded, given, exact, inside)
@@ -148,7 +278,10 @@ def _objects(nest: Any) -> list:
 
 def _is_reached(item: _Item, others: list) -> bool:
     """Returns whether gradients of a call reach a value that it may read."""
-    return any(gates.is_reached(x, others) for x in _floats(item[-1]))
+    if _TENSORFLOW:
+        return any(map(tapes.reach, _floats(item[-1])))
+    # Layers may keep arrays of a transformation that has ended.
+    return any(context.is_traced_with(x, others) for x in _floats(item[-1]))
 
 
 def _floats(value: Any) -> list:
@@ -165,12 +298,13 @@ def _traced(model: keras.Model) -> list[_Item]:
     Code may have assigned the tracers.
     """
     items = map(keras_variables.place_of_value, model.trainable_variables)
-    return [item for item in items if tracing.is_symbolic(item[-1])]
+    return [item for item in items if context.is_symbolic(item[-1])]
 
 
-def _overwritten(model: keras.Model, states: dict[int, Any]) -> set[int]:
+def _overwritten(flat: list, states: dict[int, Any]) -> set[int]:
     """Returns the `id`s of values whose gradient is their next value."""
-    variables = filter(keras_variables.is_overwritten, model.variables)
+    own = itertools.chain(*map(keras_variables.own_variables, flat))
+    variables = filter(keras_variables.is_overwritten, own)
     return {
         id(states.get(id(v), keras_variables.local(v.value))) for v in variables
     }
@@ -185,26 +319,35 @@ def _items(owners: Iterable, state: dict) -> _Items:
         state: Values of variables in a scope.
     """
     found: _Items = {}
-    waiting: list[tuple[Any, Iterable]] = [(state, [*state])]
+    waiting: list[tuple[Any, Sequence]] = [(state, [*state])]
     for owner in owners:
         attributes = getattr(owner, "__dict__", {})
         waiting.append((attributes, layers.users_attributes(attributes)))
     seen: set[int] = set()
     # The list grows meanwhile.
     for container, keys in waiting:
-        for key in keys:
+        kinds = map(type, map(container.__getitem__, keys))
+        for key in itertools.compress(keys, map(_holds, kinds)):
             value = container[key]
             kind: Any = type(value)
-            if issubclass(kind, list | dict) and id(value) not in seen:
+            if _holds(kind) == "arrays":
+                found[id(container), key] = container, key, value
+            elif id(value) not in seen:
                 seen.add(id(value))
                 is_dict = isinstance(value, dict)
                 inner = [*value] if is_dict else range(len(value))
                 waiting.append((value, inner))
-            elif issubclass(kind, tuple) or keras_variables.derives(
-                kind, tensors.ARRAYS
-            ):
-                found[id(container), key] = container, key, value
     return found
+
+
+# Every call asks this of all attributes.
+@functools.cache
+def _holds(kind: Any) -> str | None:
+    """Returns what objects of a type hold."""
+    if issubclass(kind, list | dict):
+        return "items"
+    is_array = issubclass(kind, tuple) or issubclass(kind, tensors.ARRAYS)
+    return "arrays" if is_array else None
 
 
 def _left(after: _Items, before: _Items) -> list[_Item]:

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import keras
 from keras import ops
 
-from tfmix._keras import context_values
+from tfmix._keras import context
 from tfmix._keras import variables as keras_variables
 from tfmix.step import guard, replicas
 
@@ -139,7 +139,7 @@ def stays(is_data: Any, in_a_row: Any) -> Any:
         is_data: Bool or boolean scalar tensor, whether gradients are NaN.
         in_a_row: Integer or integer scalar tensor, the skipped steps before.
     """
-    if is_data is False or context_values.block.get().step is not None:
+    if is_data is False or context.block.get().step is not None:
         return is_data
     return ops.logical_and(is_data, in_a_row < _BAD_BATCHES)
 

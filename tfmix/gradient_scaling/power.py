@@ -1,16 +1,18 @@
 """The power of two that scales gradients inside a model."""
 
 import functools
+import math
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 
 from tfmix._keras import kernels
 from tfmix.ops import tensors
 
-ops: Any
+_of_tensors: Any
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 
@@ -22,7 +24,7 @@ if keras.backend.backend() == "tensorflow":
     # one dtype, and Python numbers. In eager mode the ops of Keras and
     # TensorFlow first convert their arguments, which takes several times as
     # long as the op.
-    ops = types.SimpleNamespace(
+    _of_tensors = types.SimpleNamespace(
         abs=tf.abs,
         sum=tf.reduce_sum,
         # That of no numbers is -infinity.
@@ -39,7 +41,7 @@ if keras.backend.backend() == "tensorflow":
 else:
     from jax import numpy as jnp
 
-    ops = jnp
+    _of_tensors = jnp
 
 # Float32 holds this power of two and its reciprocal as normal numbers.
 _HIGHEST = 2.0**100
@@ -53,18 +55,14 @@ _LARGEST = 2.0**8
 # A model whose results are numbers without features, such as losses, may have
 # a mean over pixels inside, which divides their gradients.
 _LARGEST_SUM_OF_NUMBERS = 2.0**15
-# Second derivatives may meet unknown gradients of the same call. These are
-# small for a mean, so there is less room above this power than below.
-_OF_SECOND = 2.0**8
-# A second derivative that needs a lower power grows inside, as others do.
-_LARGEST_SECOND = 2.0**4
 
 
 class Power(NamedTuple):
     """The factors for gradients that enter a model, and that leave it.
 
     Attributes:
-        up: Float32 scalar, a power of two, also if a gradient is not finite.
+        up: Float32 scalar, or a number in TensorFlow's eager mode: a power of
+            two, also if a gradient is not finite.
         down: Its reciprocal; NaN if a gradient that enters is not finite. No
             other step makes a NaN.
     """
@@ -73,9 +71,8 @@ class Power(NamedTuple):
     down: Any
 
 
-def of(
-    gradients: Sequence, losses: Sequence, place: Any, is_second: bool = False
-) -> Power:
+@np.errstate(invalid="ignore")
+def of(gradients: Sequence, losses: Sequence, place: Any) -> Power:
     """Returns the power of two that brings gradients to a place.
 
     Scaled by it, the largest number lies in [1, 2) times `place`. It lies
@@ -87,8 +84,6 @@ def of(
             the sum, because they are often far larger than the others.
         place: Float or float32 scalar tensor. A lower one leaves more room for
             gradients that grow inside, a higher one for those that shrink.
-        is_second: Whether these are second derivatives that meet other
-            gradients inside.
 
     Returns:
         The power, which is 1 if all are zero.
@@ -97,29 +92,38 @@ def of(
         >>> float(of([keras.ops.array([0.0, -3e-6])], [], 1.0).up) * 3e-6
         1.572864
     """
+    ops = _of_tensors
     sizes = [tensors.cast(ops.abs(x), "float32") for x in (*gradients, *losses)]
     total = functools.reduce(ops.add, map(ops.sum, sizes))
     # There may be no rows.
     each = [ops.max(size, initial=0.0) for size in sizes[: len(gradients)]]
-    if is_second:
-        least = _LARGEST_SECOND / _OF_SECOND
-        reaches = functools.reduce(ops.maximum, each, least)
-        reaches = ops.divide(reaches, _LARGEST_SECOND)
-        reaches = ops.divide(reaches, ops.minimum(place, 1.0))
-    else:
-        of_sum, highest = ops.divide(total, _LARGEST_SUM), _LARGEST
-        reaches = functools.reduce(ops.maximum, each, of_sum)
-        if all(x.ndim in (0, 1) for x in gradients):
-            highest = _LARGEST_SUM_OF_NUMBERS
-            of_sum = ops.divide(total, highest)
-        reaches = ops.divide(reaches, ops.minimum(place, highest))
-        reaches = ops.maximum(reaches, of_sum)
+    if hasattr(total, "numpy"):
+        # In TensorFlow's eager mode each of a dozen operations would take as
+        # long as a copy to the host.
+        total, place, *each = map(float, (total, place, *each))
+        ops = np
+    of_sum, highest = ops.divide(total, _LARGEST_SUM), _LARGEST
+    reaches = functools.reduce(ops.maximum, each, of_sum)
+    if all(x.ndim in (0, 1) for x in gradients):
+        highest = _LARGEST_SUM_OF_NUMBERS
+        of_sum = ops.divide(total, highest)
+    reaches = ops.divide(reaches, ops.minimum(place, highest))
+    reaches = ops.maximum(reaches, of_sum)
     reaches = ops.where(ops.greater(reaches, 0.0), reaches, 1.0)
     reaches = ops.minimum(ops.maximum(reaches, 1 / _HIGHEST), _HIGHEST)
-    word = ops.bitwise_and(kernels.bitcast(reaches, "int32"), _EXPONENT)
-    up = ops.divide(1.0, kernels.bitcast(word, "float32"))
+    up = ops.divide(1.0, _power_below(reaches))
     # The difference is 0, or NaN; XLA's maximum on a CPU may lose a NaN. The
     # division comes last: XLA computes it once, but repeats a selection in each
     # kernel.
     bad = ops.subtract(total, total)
-    return Power(up, ops.divide(1.0, ops.add(up, bad)))
+    power = Power(up, ops.divide(1.0, ops.add(up, bad)))
+    return Power(*map(float, power)) if ops is np else power
+
+
+def _power_below(number: Any) -> Any:
+    """Returns the largest power of two up to a positive normal number."""
+    if isinstance(number, float):
+        return math.ldexp(1.0, math.frexp(number)[1] - 1)
+    word = kernels.bitcast(number, "int32")
+    exponent = _of_tensors.bitwise_and(word, _EXPONENT)
+    return kernels.bitcast(exponent, "float32")

@@ -1,4 +1,7 @@
-"""The optimizer that scales the loss and skips steps that overflowed."""
+"""The optimizer that scales the loss and skips steps that overflowed.
+
+Like all wrappers it stands for the optimizer inside: `DelegatesToInner`.
+"""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -8,17 +11,11 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from tfmix import _arguments, _users_code
-from tfmix._keras import (
-    context_values,
-    files,
-    optimizers,
-    tracing,
-)
+from tfmix import _arguments, _messages, _users_code
+from tfmix._keras import context, optimizers
 from tfmix._keras import variables as keras_variables
 from tfmix.gradient_scaling import model_call, placing
 from tfmix.loss_scaling import (
-    inner_attributes,
     rules,
     saving,
     standstill,
@@ -40,10 +37,154 @@ _NOT_SCALED = (
 )
 
 
+# Every optimizer has these of Keras's base class, even a wrapper that does not
+# use them (Keras 3.12.4, 3.15.1).
+_SHARED = (
+    "clipnorm clipvalue ema_momentum ema_overwrite_frequency "
+    "exclude_from_weight_decay global_clipnorm gradient_accumulation_steps "
+    "iterations learning_rate use_ema weight_decay"
+)
+
+
+def checked(optimizer: Any) -> keras.optimizers.Optimizer:
+    """Returns the optimizer to wrap, from an object, a name or a config."""
+    if isinstance(optimizer, dict):
+        # Keras changes the config that it gets.
+        optimizer = keras.optimizers.get(dict(optimizer))
+    elif isinstance(optimizer, str):
+        optimizer = keras.optimizers.get(optimizer)
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            "`inner_optimizer` must be a keras.optimizers.Optimizer of Keras "
+            '3, such as keras.optimizers.Adam(), or a name such as "adam". '
+            f"Received: inner_optimizer={optimizer!r} of type "
+            f"{type(optimizer).__name__}."
+        )
+    if isinstance(optimizer, optimizers.KerasScaler):
+        raise ValueError(
+            "`inner_optimizer` scales the loss, which only the outermost "
+            "optimizer may: two scales would be divided out twice, and master "
+            f"weights need unscaled gradients. Received: inner_optimizer="
+            f"{optimizer!r}. Wrap the optimizer inside it, in the order "
+            "LossScaleOptimizer(MasterWeightOptimizer(Adam()))."
+        )
+    return optimizer
+
+
+class DelegatesToInner(optimizers.OverwritesThroughInner):
+    """Mixin for optimizers that leave the update to another optimizer.
+
+    Every public attribute that the class does not declare, and those of
+    `_SHARED`, are the inner optimizer's. List it before Keras's class among the
+    bases.
+    """
+
+    built: bool
+    # True if tfmix attached it by itself, and detaches it again.
+    is_automatic = False
+
+    def __getattr__(self, name: str) -> Any:
+        """Looks up missing attributes on the inner optimizer."""
+        # Private names are not delegated: Keras and TensorFlow read them to
+        # track each object's own state.
+        inner = vars(self).get("inner_optimizer")
+        if inner is None or name.startswith("_"):
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}"
+            )
+        return getattr(inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets attributes that only the inner optimizer has there."""
+        inner = vars(self).get("inner_optimizer")
+        private = name.startswith("_")
+        mine = private or name in vars(self) or hasattr(type(self), name)
+        if name == "loss_scale_factor":
+            # TensorFlow does not set a value that is there already.
+            object.__setattr__(self, name, value)
+        elif inner is None or mine or not hasattr(inner, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(inner, name, value)
+
+    @property
+    def loss_scale_factor(self) -> float | None:
+        """The inner optimizer's fixed loss scale."""
+        return self.inner_optimizer.loss_scale_factor
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, value: float | None) -> None:
+        scales = isinstance(self, optimizers.KerasScaler)
+        # Keras's own loss scale sets `None` on the optimizer that it gets.
+        if scales and (value is not None or "inner_optimizer" in vars(self)):
+            raise ValueError(
+                "An optimizer that scales the loss takes no second loss scale: "
+                "the gradients would be divided by both. Received: "
+                f"loss_scale_factor={value!r}. Set `optimizer.loss_scale`, and "
+                "use it without another LossScaleOptimizer around it."
+            )
+        _write(self, "loss_scale_factor", value)
+
+    def variables_of(
+        self, grads: Sequence, trainable_variables: Sequence | None
+    ) -> list[keras.Variable]:
+        """Returns the gradients' variables; builds the optimizer on them.
+
+        Raises:
+            ValueError: If there are none yet, one is unknown, or their number
+                is not that of the gradients.
+        """
+        if not self.built:
+            if trainable_variables is None:
+                raise ValueError(
+                    "The optimizer is not built yet, so it does not know which "
+                    "variables the gradients belong to. Received: "
+                    "trainable_variables=None. Write "
+                    "optimizer.apply(grads, model.trainable_variables)."
+                )
+            self.build(list(trainable_variables))
+        known = optimizers.remembered(self)
+        if trainable_variables is not None:
+            # This finds the objects that `build` received.
+            known = optimizers.recognised(self, list(trainable_variables))
+        if len(grads) != len(known):
+            raise ValueError(
+                "There must be one gradient (or None) for each variable. "
+                f"Received: {len(grads)} gradients for {len(known)} variables."
+            )
+        return known
+
+    def set_weights(self: Any, weights: Sequence) -> None:
+        """Sets all of `optimizer.variables`, one array each, or none.
+
+        Raises:
+            ValueError: If an array does not fit.
+        """
+        keras_variables.assign_all(self.variables, weights)
+
+
+def _shared(name: str) -> property:
+    return property(
+        lambda self: getattr(self.inner_optimizer, name),
+        lambda self, value: _write(self, name, value),
+        doc=f"The inner optimizer's `{name}`.",
+    )
+
+
+def _write(wrapper: DelegatesToInner, name: str, value: Any) -> None:
+    # Keras's base class sets its defaults before the inner one exists.
+    if "inner_optimizer" in vars(wrapper):
+        setattr(wrapper.inner_optimizer, name, value)
+
+
+for _name in _SHARED.split():
+    setattr(DelegatesToInner, _name, _shared(_name))
+
+
 @keras.saving.register_keras_serializable(package="tfmix")
 class LossScaleOptimizer(
-    files.StoredAsInner,
-    inner_attributes.DelegatesToInner,
+    optimizers.StoredAsInner,
+    DelegatesToInner,
     state.Counts,
     optimizers.KerasScaler,
 ):
@@ -136,7 +277,17 @@ class LossScaleOptimizer(
         rule = rules.from_arguments(
             loss_scale, initial_scale, dynamic_growth_steps
         )
-        inner_optimizer = inner_attributes.checked_to_scale(inner_optimizer)
+        inner_optimizer = checked(inner_optimizer)
+        factor = inner_optimizer.loss_scale_factor
+        if factor is not None:
+            _messages.warn(
+                "the fixed loss_scale_factor=%r of %r is replaced by tfmix's "
+                "loss scale. To keep it, write LossScaleOptimizer(..., "
+                "loss_scale=%r).",
+                factor,
+                inner_optimizer.name,
+                factor,
+            )
         replicas.check_strategy()
         super().__init__(
             inner_optimizer,
@@ -217,7 +368,7 @@ class LossScaleOptimizer(
         limit = _arguments.count("max_consecutive_skips", max_consecutive_skips)
         standstill.check(self, limit)
 
-    @tracing.untouched
+    @context.untouched
     def scale_loss(self, loss: Any) -> Any:
         """Multiplies a loss by the loss scale, in float32 or wider.
 
@@ -265,7 +416,7 @@ class LossScaleOptimizer(
         """Returns where gradients lie inside a model; see `State.place`."""
         return self._state.place()
 
-    @tracing.untouched
+    @context.untouched
     def unscale_gradients(self, grads: Sequence) -> list:
         """Divides gradients by the loss scale, for clipping or logging.
 
@@ -302,7 +453,7 @@ class LossScaleOptimizer(
             None if g is None else finite.without_infinities(g) for g in true
         ]
 
-    @tracing.untouched
+    @context.untouched
     def apply(
         self,
         grads: Sequence,
@@ -344,7 +495,7 @@ class LossScaleOptimizer(
             return
         variables = self.variables_of(grads, trainable_variables)
         guard.note_update(variables)
-        unscaled = unscaled or context_values.block.get().takes_unscaled
+        unscaled = unscaled or context.block.get().takes_unscaled
         unscaled = unscaled or not self._takes_scaled(warns=True)
         if keras_variables.becomes_constant(self.skips):
             raise ValueError(
@@ -377,7 +528,7 @@ class LossScaleOptimizer(
             ValueError: If the optimizer is not built, the counts differ, or
                 the backend is TensorFlow.
         """
-        with context_values.holding(takes_unscaled=unscaled):
+        with context.holding(takes_unscaled=unscaled):
             values: tuple[list, list] = (
                 keras.optimizers.Optimizer.stateless_apply(
                     self, optimizer_variables, grads, trainable_variables
@@ -385,7 +536,7 @@ class LossScaleOptimizer(
             )
         return values
 
-    @tracing.untouched
+    @context.untouched
     def apply_gradients(self, grads_and_vars: Iterable) -> Any:
         """Does what `apply` does with pairs of a gradient and its variable.
 
@@ -403,11 +554,11 @@ class LossScaleOptimizer(
         pairs = list(grads_and_vars)
         if pairs:
             # Keras's method calls `apply`, and others may have replaced it.
-            with context_values.holding(takes_unscaled=self._gets_unscaled):
+            with context.holding(takes_unscaled=self._gets_unscaled):
                 super().apply_gradients(pairs)
         return self.iterations
 
-    @tracing.untouched
+    @context.untouched
     def get_scaled_loss(self, loss: Any) -> Any:
         """Does what `scale_loss` does, under its old tf.keras name.
 
@@ -428,7 +579,7 @@ class LossScaleOptimizer(
 
         return tree.map_structure(scaled, loss)
 
-    @tracing.untouched
+    @context.untouched
     def get_unscaled_gradients(self, grads: Sequence) -> list:
         """Divides gradients for `apply_gradients`, as in the old tf.keras.
 
@@ -621,12 +772,6 @@ class LossScaleOptimizer(
         # Keras tracks what is assigned, and must track what it made only once.
         setattr(self, _KERAS_NAMES.get(name, attribute), variable)
         return variable
-
-
-def scalers(model: keras.Model) -> list[LossScaleOptimizer]:
-    """Lists the loss-scale optimizers of a model; a GAN may have several."""
-    held = vars(model).values()
-    return [value for value in held if isinstance(value, LossScaleOptimizer)]
 
 
 def _filled(value: Any, shape: tuple, dtype: str | None = None) -> Any:

@@ -204,20 +204,22 @@ class DynamicLossScale(LossScale):
 
     def update(self, state: Any, finite: Any) -> LossScaleState:
         """Returns the state after a step; see the class for the rule."""
-        select = variables.select
         scale = self.current(state)
-        good_steps = state.good_steps + 1
-        overflows = state.overflows + 1
-        grows = good_steps >= self.growth_steps
-        shrinks = overflows >= self.hysteresis
+        good_steps, overflows = state.good_steps + 1, state.overflows + 1
+        # An object that is in both states needs no operation that selects.
         zero = good_steps * 0
-        grown = select(grows, scale * self.growth_factor, scale)
-        shrunk = select(shrinks, scale * self.backoff_factor, scale)
-        return LossScaleState(
-            scale=self._bounded(select(finite, grown, shrunk)),
-            good_steps=select(finite, select(grows, zero, good_steps), zero),
-            overflows=select(finite, overflows * 0, overflows),
+        good = variables.select(
+            good_steps >= self.growth_steps,
+            LossScaleState(scale * self.growth_factor, zero, zero),
+            LossScaleState(scale, good_steps, zero),
         )
+        bad = variables.select(
+            overflows >= self.hysteresis,
+            LossScaleState(scale * self.backoff_factor, zero, overflows),
+            LossScaleState(scale, zero, overflows),
+        )
+        after = variables.select(finite, good, bad)
+        return after._replace(scale=self._bounded(after.scale))
 
     def _bounded(self, scale: Any) -> Any:
         if variables.is_known(scale):
@@ -241,7 +243,7 @@ class _ConstantLossScale(LossScale):
 
     def current(self, state: Any) -> Any:
         """Returns the first scale, whatever the state holds."""
-        return _constant_like(self.init()[0], state.scale)
+        return self.init()[0]
 
     def update(self, state: Any, finite: Any) -> LossScaleState:
         """Returns the state with the first scale restored."""
@@ -294,11 +296,6 @@ def is_constant(rule: LossScale) -> bool:
 def _store(loss_scale: LossScale, name: str, value: float | int) -> None:
     # This is the documented way to set a field of a frozen dataclass.
     object.__setattr__(loss_scale, name, value)
-
-
-def _constant_like(number: np.float32, like: Any) -> Any:
-    """Returns the number in the form of `like`: a number or a tensor."""
-    return number if variables.is_known(like) else ops.convert_to_tensor(number)
 
 
 def from_arguments(

@@ -6,14 +6,15 @@ beside it, and its scale only moves the gradients inside models.
 """
 
 import numbers
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
-from keras import ops
+from keras import ops, tree
 
-from tfmix._keras import context_values, optimizers
+from tfmix._keras import context, optimizers
 from tfmix._keras import variables as keras_variables
 from tfmix.gradient_scaling import placing
 from tfmix.loss_scaling import rules, standstill
@@ -61,8 +62,7 @@ class Values(NamedTuple):
         if rule is not None:
             scale = rule.update(scale, applied)
         if is_data is not False:
-            pairs = zip(self.scale, scale, strict=True)
-            scale = type(scale)(*[select(is_data, *pair) for pair in pairs])
+            scale = select(is_data, self.scale, scale)
             of_data = select(is_data, 1, 0)
         in_a_row = self.consecutive_skips
         # An operation of an eager good step would only take time.
@@ -74,10 +74,6 @@ class Values(NamedTuple):
             data_skips=self.data_skips + of_data,
             overflow_counts=self.overflow_counts + bad,
         )
-
-    def flat(self) -> list:
-        """Lists all values, those of the scale first."""
-        return [*self.scale, *self[1:]]
 
 
 class State:
@@ -116,7 +112,7 @@ class State:
 
     def scale_by(self, read: Callable[[Any], Any]) -> Any:
         """Returns the rule's state, each variable read by a function."""
-        return type(self.held.scale)(*map(read, self.held.scale))
+        return tree.map_structure(read, self.held.scale)
 
     def place(self) -> Any:
         """Returns where gradients lie inside a model: at most about there.
@@ -150,18 +146,16 @@ class State:
             is_data: Returns whether a skip is the data's fault: a bool or
                 boolean scalar tensor. `None` if the scale does not move.
         """
-        read = keras_variables.reader()
-        rest = [None if each is None else read(each) for each in self.held[1:]]
-        before = Values(self.scale_by(read), *rest)
+        before = tree.map_structure(keras_variables.reader(), self.held)
         rule, of_data = None if is_data is None else self.rule, False
         if is_data is not None and applied is not True:
             of_data = placing.stays(is_data(), before.consecutive_skips)
         after = before.after(rule, applied, bad, of_data)
-        every = self.held.flat(), before.flat(), after.flat()
+        every = map(tree.flatten, (self.held, before, after))
         for variable, old, new in zip(*every, strict=True):
-            if variable is not None:
-                keras_variables.assign_new(variable, old, new)
-        if rule is not None and not rules.is_constant(rule):
+            keras_variables.assign_new(variable, old, new)
+        moves = rule is not None and not rules.is_constant(rule)
+        if moves and placing.variables_of(updated):
             places = self._place_of(before.scale), self._place_of(after.scale)
             placing.tell(self, updated, *places)
 
@@ -197,7 +191,7 @@ class Counts:
     def warn(self, applied: Any) -> None:
         """Warns of the eighth skip in a row of an eager loop."""
         # The line after an epoch of `fit` says more.
-        if applied is False and context_values.block.get().step is None:
+        if applied is False and context.block.get().step is None:
             standstill.warn_of_eighth(
                 self._state.name, self.consecutive_skips, self.overflow_counts
             )
@@ -205,6 +199,26 @@ class Counts:
     def _counted(self) -> Values:
         """Returns the variables, after all steps so far."""
         return self._state.held
+
+
+# The counts of optimizers that nothing wraps.
+unwrapped: weakref.WeakKeyDictionary[Any, Counts] = weakref.WeakKeyDictionary()
+
+
+def counts_of(optimizer: keras.optimizers.Optimizer) -> Any:
+    """Returns what has counted an optimizer's skipped steps, or `None`."""
+    is_wrapper = isinstance(optimizer, Counts)
+    return optimizer if is_wrapper else unwrapped.get(optimizer)
+
+
+def counts_of_model(model: keras.Model) -> list[Any]:
+    """Lists the counts of a model's optimizers; a GAN may have several."""
+    found = [
+        counts_of(value)
+        for value in vars(model).values()
+        if isinstance(value, keras.optimizers.Optimizer)
+    ]
+    return [counts for counts in found if counts is not None]
 
 
 def on_host(variable: Any) -> np.ndarray:

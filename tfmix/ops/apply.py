@@ -23,12 +23,7 @@ import keras
 import numpy as np
 
 from tfmix import _formats
-from tfmix._keras import (
-    context_values,
-    op_places,
-    tapes,
-    tracing,
-)
+from tfmix._keras import context, op_places, tapes
 from tfmix._keras import variables as keras_variables
 from tfmix.ops import tensors
 from tfmix.policy import op_lists
@@ -51,7 +46,7 @@ _NESTS, _ARRAYS = (list, tuple, dict), (np.generic, np.ndarray)
 _PLAIN = frozenset((str, bool, type(None), type(...), slice))
 _SETTINGS = frozenset((*_PLAIN, int, float))
 _ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
-_block = context_values.block.get
+_block = context.block.get
 # A variable carries this: the function that multiplies by it.
 CHOSEN = "_tfmix_chosen_product"
 # Takes a 16-bit tensor, the float32 weight and the equation of their product;
@@ -241,7 +236,8 @@ class Call:
                     return factors[0]
                 return factors[1] if value is second else value
 
-            return run(*keras.tree.map_structure(other, arguments))
+            args, kwargs = tensors.map_leaves(arguments, other)
+            return run(args, kwargs)
 
         return function
 
@@ -291,10 +287,10 @@ def by_rules(
     def computed(*args: Any, **kwargs: Any) -> Any:
         if _local.inside:
             return original(*args, **kwargs)
-        # This is `context_values.active_rules`; nothing is called more often.
+        # This is `context.active_rules`; nothing is called more often.
         names = _block().rules
         if names is None:
-            names = context_values.installed.rules
+            names = context.installed.rules
         if not names:
             return original(*args, **kwargs)
         return way(Call(op, args, kwargs, name in names))
@@ -426,7 +422,7 @@ def _casts_in_each_step() -> bool:
 
     They cast each tensor on its own, so few are cast.
     """
-    return _block().in_loop and tracing.in_graph_without_xla()
+    return _block().in_loop and context.in_graph_without_xla()
 
 
 def _of_weights(call: Call) -> Any:
@@ -439,7 +435,7 @@ def _of_weights(call: Call) -> Any:
     )
     is_wide = is_wide or _is_wide(call)
     dtype = call.wanted() or ("float32" if is_wide else call.dtype)
-    if call.op.name in op_lists.MOVES and tracing.in_graph_without_xla():
+    if call.op.name in op_lists.MOVES and context.in_graph_without_xla():
         # One cast for each weight, not for each of its parts.
         return keras.tree.map_structure(
             tensors.weight_copy, call.in_float32(), call.plain()
@@ -481,7 +477,7 @@ def with_weights(call: Call) -> Any:
         return rounded(call)
     # JAX forms gradients by tracers only.
     is_asked = tapes.may_be_asked() and (
-        _ON_TENSORFLOW or any(map(tracing.is_symbolic, call.tensors))
+        _ON_TENSORFLOW or any(map(context.is_symbolic, call.tensors))
     )
     copy, inputs = call.tensors[place], call.tensors[1 - place]
     noted, equation = call.copies[place], _equation(call, place)
@@ -499,8 +495,9 @@ def with_weights(call: Call) -> Any:
         return products.contracted(*factors, equation)
     if name == "multiply":
         return products.multiplied(*factors)
-    sign = -1 if name == "subtract" and place == 1 else 1
-    return products.added(*factors, sign)
+    second = -1 if name == "subtract" else 1
+    signs = (1, second) if place else (second, 1)
+    return products.added(*factors, signs)
 
 
 def _equation(call: Call, place: int) -> str:
@@ -602,7 +599,7 @@ def _is_often_repeated(call: Call) -> bool:
         return False
     if not _ON_TENSORFLOW:
         return name in ("add", "subtract") and count == 2
-    return not (tracing.by_xla() or tracing.for_gpu(call.tensors[0]))
+    return not (context.by_xla() or context.for_gpu(call.tensors[0]))
 
 
 def size(shape: Any) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import op_places, replacing, tracing
+from tfmix._keras import context, layers, op_places
 from tfmix.ops import apply, tensors
 
 
@@ -20,14 +20,14 @@ def dot_product_attention(call: apply.Call) -> Any:
     scaled before the product, where it would overflow, rather than the logits
     after it.
     """
-    if not call.is_ruled or not tracing.by_gpu_kernels():
+    if not call.is_ruled or not context.by_gpu_kernels():
         call.is_ruled = call.is_ruled and not op_places.has_float32_logits()
         return apply.apply(call)
     call.look()
     order = [*inspect.signature(call.op.original).parameters]
     given = call.args, call.kwargs
     query, key, scale = (
-        replacing.argument(order, *given, name)
+        layers.argument(order, *given, name)
         for name in ("query", "key", "scale")
     )
     if scale is None:
@@ -37,7 +37,7 @@ def dot_product_attention(call: apply.Call) -> Any:
         # A power of two rounds nothing. Logits may reach a million.
         power = 2.0 ** (math.floor(math.log2(scale)) - 4)
         for name, value in (("query", query * power), ("scale", scale / power)):
-            given = replacing.with_argument(order, *given, name, value)
+            given = layers.with_argument(order, *given, name, value)
     return call.op.run(*given)
 
 
@@ -54,7 +54,7 @@ def attention_in_float32(method: Callable) -> Callable:
         dtypes = {*map(tensors.float_dtype, leaves)} - {""}
         given = {**kwargs, **dict(zip(order, args, strict=False))}
         # bfloat16's logits have float32's range.
-        is_safe = dtypes == {"bfloat16"} and tracing.by_gpu_kernels()
+        is_safe = dtypes == {"bfloat16"} and context.by_gpu_kernels()
         is_narrow = dtypes in ({"float16"}, {"bfloat16"})
         if is_safe or not (is_narrow and op_places.writes_out(self, given)):
             return method(self, *args, **kwargs)

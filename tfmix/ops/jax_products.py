@@ -16,7 +16,7 @@ from jax import lax
 from jax import numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from tfmix._keras import context_values
+from tfmix._keras import context
 
 # Computes a result from a tensor and a weight of the same 16-bit dtype.
 Function = Callable[[Any, Any], Any]
@@ -43,7 +43,7 @@ def contracted(
     so its result is only rounded once and then widened.
     """
     del equation
-    if inputs.dtype != jnp.float16 or context_values.block.get().in_loop:
+    if inputs.dtype != jnp.float16 or context.block.get().in_loop:
         return convolved(function, inputs, weight, copy)
 
     def wide(inputs: Any, tangent: Any) -> Any:
@@ -99,14 +99,14 @@ def multiplied(function: Function, inputs: Any, weight: Any, copy: Any) -> Any:
 
 
 def added(
-    function: Function, inputs: Any, weight: Any, copy: Any, sign: int
+    function: Function, inputs: Any, weight: Any, copy: Any, signs: Any
 ) -> Any:
     """Computes a sum with a term, such as a bias, that has a sign.
 
     The weight is repeated in float32, rounded and added. Backwards, the sum of
     the rounded values is then one of float32 numbers.
     """
-    del copy, sign
+    del copy, signs
     dtype, shape = (
         inputs.dtype,
         jnp.broadcast_shapes(inputs.shape, weight.shape),
@@ -115,7 +115,7 @@ def added(
     def repeated(weight: Any) -> Any:
         return jnp.broadcast_to(weight, shape).astype(dtype)
 
-    if not context_values.block.get().in_loop:
+    if not context.block.get().in_loop:
         return function(inputs, repeated(weight))
 
     # A loop would keep the repeated weight of each step.

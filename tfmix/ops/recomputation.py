@@ -18,13 +18,12 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import context_values, custom_vjp, global_state, tapes
+from tfmix._keras import context, tapes
 from tfmix.ops import tensors
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 
-PLACES = tapes.CUSTOM
 # Opens a block with the replacements of a call.
 Block = Callable[[], Any]
 
@@ -41,19 +40,19 @@ def alike(original: Callable, block_as_now: Callable[[], Block]) -> Callable:
 
     @functools.wraps(original)
     def record(f: Callable, args: Any, kwargs: Any) -> Any:
-        block, now = block_as_now(), context_values.block.get()
-        is_linear = custom_vjp.is_linear(f)
+        block, now = block_as_now(), context.block.get()
+        is_linear = tapes.is_linear(f)
         # What it calls has no say in its gradient, unless that runs now.
         runs_again = is_linear and now.power is not None
         within = now.gates if runs_again else None
         is_users = now.gates is not None and not is_linear
-        unscales = is_users and now.gates.reach()
+        unscales = is_users and now.gates == tapes.function()
         if is_users and not unscales:
-            custom_vjp.say_scaled()
+            tapes.say_scaled()
 
         @functools.wraps(f)
         def function(*args: Any, **kwargs: Any) -> tuple[Any, Callable]:
-            with context_values.holding(gates=within):
+            with context.holding(gates=within):
                 result, gradient = f(*args, **kwargs)
                 return result, _as_now(gradient, block, unscales)
 
@@ -73,12 +72,12 @@ def _in_float32(
     """
     given = tf.nest.map_structure(tensors.snapshot, (args, kwargs))
     narrow = [x.dtype for x in tf.nest.flatten(given) if tensors.is_16_bit(x)]
-    state = global_state.call_state()
+    state = context.call_state()
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> tuple[Any, Callable]:
         # It reads variables in float32, too.
-        with global_state.as_called((*state[:2], None)):
+        with context.as_called((*state[:2], None)):
             made: tuple[Any, Callable] = function(*args, **kwargs)
         return made
 
@@ -111,19 +110,19 @@ def _as_now(gradient: Callable, block: Block, unscales: bool) -> Callable:
         unscales: Whether the function gets unscaled gradients. It returns the
             user's, which are scaled again.
     """
-    state, settings = global_state.call_state(), contextvars.copy_context()
+    state, settings = context.call_state(), contextvars.copy_context()
 
-    def as_called(now: context_values.Block, args: Any, kwargs: Any) -> Any:
+    def as_called(now: context.Block, args: Any, kwargs: Any) -> Any:
         power = None if unscales else now.power
         with (
             block(),
-            global_state.as_called(state),
-            context_values.holding(power=power, gates=now.gates),
+            context.as_called(state),
+            context.holding(power=power, gates=now.gates),
         ):
             return gradient(*args, **kwargs)
 
     def run(*upstream: Any, **variables: Any) -> Any:
-        now = context_values.block.get()
+        now = context.block.get()
         by = now.power if unscales else None
         if by is not None:
             upstream = tuple(_times(by.down, x) for x in upstream)

@@ -17,14 +17,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from tfmix._keras import (
-    context_values,
-    kernels,
-    tapes,
-    tracing,
-)
+from tfmix._keras import context, kernels, tapes
 from tfmix.ops import tensors
 from tfmix.policy import op_lists
 
@@ -48,7 +44,7 @@ def contracted(
     """Computes a product of matrices: the einsum `equation`, "" if unknown."""
     if equation != op_lists.ROWS:
         return _product(function, inputs, weight, copy, equation)
-    in_loop = context_values.block.get().in_loop
+    in_loop = context.block.get().in_loop
 
     def of_weight(inputs: Any, upstream: Any, narrow: Any) -> Any:
         rows = [
@@ -57,19 +53,26 @@ def contracted(
         ]
         # In a loop, XLA would write the float32 result and read it again in
         # every step.
-        if inputs.dtype == tf.float16 and tracing.by_xla() and not in_loop:
+        if inputs.dtype == tf.float16 and context.by_xla() and not in_loop:
             return _wide_product(*rows)
-        multiply = functools.partial(tf.matmul, transpose_a=True)
-        return _summed(multiply, rows, _shape(rows[0])[0])
+        return _summed(_of_rows, rows, _shape(rows[0])[0])
 
-    return _with_gradient(function, inputs, weight, copy, of_weight)
+    def of_inputs(upstream: Any, narrow: Any) -> Any:
+        return tf.matmul(upstream, narrow, transpose_b=True)
+
+    return _with_gradient(function, inputs, weight, copy, of_weight, of_inputs)
+
+
+def _of_rows(a: Any, b: Any) -> Any:
+    # In eager mode `tf.matmul` takes longer.
+    return tf.raw_ops.MatMul(a=a, b=b, transpose_a=True)
 
 
 def convolved(function: Function, inputs: Any, weight: Any, copy: Any) -> Any:
     """Computes a convolution."""
     # XLA divides in the kernel that computes the incoming gradient. The inputs
     # were computed long before.
-    divided = int(tracing.by_xla())
+    divided = int(context.by_xla())
     return _product(function, inputs, weight, copy, divided=divided)
 
 
@@ -124,32 +127,43 @@ def multiplied(function: Function, inputs: Any, weight: Any, copy: Any) -> Any:
 
 
 def added(
-    function: Function, inputs: Any, weight: Any, copy: Any, sign: int
+    function: Function, inputs: Any, weight: Any, copy: Any, signs: Sequence
 ) -> Any:
-    """Computes a sum with a term, such as a bias, that has a sign."""
+    """Computes a sum with a term, such as a bias; each has a sign."""
+
+    def of_inputs(upstream: Any, _: Any) -> Any:
+        if upstream.shape != inputs.shape:
+            total = _of_term(_wide(upstream), inputs)
+            upstream = tensors.cast(total, inputs.dtype)
+        return upstream if signs[0] > 0 else -upstream
 
     def of_weight(_: Any, upstream: Any, narrow: Any) -> Any:
         if _adds_rows(weight, upstream):
             total = _row_sum(upstream, narrow)
         else:
             total = _of_term(_wide(upstream), weight)
-        return -total if sign < 0 else total
+        return total if signs[1] > 0 else -total
 
-    return _with_gradient(function, inputs, weight, copy, of_weight)
+    return _with_gradient(function, inputs, weight, copy, of_weight, of_inputs)
 
 
 def _of_term(upstream: Any, term: Any) -> Any:
     """Returns the gradient of a term of a sum that may have repeated it."""
-    axes: Any
-    if term.shape.is_fully_defined():
-        more = upstream.shape.rank - term.shape.rank
-        repeated = [more + n for n, size in enumerate(term.shape) if size == 1]
-        axes = [*range(more), *repeated]
+    shape, axes = term.shape, None
+    if shape.is_fully_defined():
+        more = upstream.shape.rank - shape.rank
+        sizes = enumerate(shape.as_list(), more)
+        repeated = [n for n, size in sizes if size == 1]
+        # A list would first become a tensor.
+        axes = np.array([*range(more), *repeated], "int32")
+        if not repeated:
+            return tf.raw_ops.Sum(input=upstream, axis=axes)
     else:
         axes, _ = tf.raw_ops.BroadcastGradientArgs(
             s0=tf.shape(term), s1=tf.shape(upstream)
         )
-    return tf.reshape(tf.reduce_sum(upstream, axes), _shape(term))
+    total = tf.raw_ops.Sum(input=upstream, axis=axes)
+    return tf.reshape(total, _shape(term))
 
 
 def _adds_rows(weight: Any, upstream: Any) -> bool:
@@ -158,7 +172,7 @@ def _adds_rows(weight: Any, upstream: Any) -> bool:
     while sizes[:1] == [1]:
         sizes = sizes[1:]
     is_row = len(known) > len(sizes) > 0 and known[-len(sizes) :] == sizes
-    return is_row and tracing.by_gpu_kernels(upstream)
+    return is_row and context.by_gpu_kernels(upstream)
 
 
 def _row_sum(upstream: Any, narrow: Any) -> Any:
@@ -192,7 +206,7 @@ def _summed(
             are of order one, because no scaling helps the forward pass, and
             lose fewer digits than the incoming gradient.
     """
-    if not (tracing.by_xla() or tracing.for_gpu(factors[0])):
+    if not (context.by_xla() or context.for_gpu(factors[0])):
         return multiplied(*map(_wide, factors))
     if factors[0].dtype != tf.float16:
         return _wide(multiplied(*factors))
@@ -205,7 +219,7 @@ def _summed(
 def enlarged(tensor: Any, power: Any) -> Any:
     """Multiplies the gradient of a weight by a power of two."""
     result = tensor * power
-    if not (tf.executing_eagerly() or tracing.by_xla()):
+    if not (tf.executing_eagerly() or context.by_xla()):
         # If nothing is added to it, the gates multiply only once.
         tensors.put_note(result, _PARTS, (tensor, power))
     return result
@@ -232,15 +246,26 @@ def _reciprocal(power: Any, dtype: Any) -> Any:
 
 
 def _with_gradient(
-    function: Function, inputs: Any, weight: Any, copy: Any, of_weight: Gradient
+    function: Function,
+    inputs: Any,
+    weight: Any,
+    copy: Any,
+    of_weight: Gradient,
+    of_inputs: Function | None = None,
 ) -> Any:
     """Returns a result with TensorFlow's own gradient, but for the weight.
 
     Who walks through a graph or replaces gradients meets the operations of the
-    forward pass.
+    forward pass. In eager mode each operation more takes as long as one of a
+    small model, so where the other gradient is known, too, one record has both.
     """
-    if tf.executing_eagerly() and not tapes.reach(weight):
-        return function(inputs, copy)
+    if tf.executing_eagerly():
+        if not tapes.reach(weight):
+            return function(inputs, copy)
+        if of_inputs is not None:
+            return _recorded(
+                function, inputs, weight, copy, of_weight, of_inputs
+            )
     # The gradient of a branch can only use what the branch has captured.
     inputs, weight = tapes.local(inputs), tapes.local(weight)
     with tapes.unrecorded():
@@ -258,6 +283,30 @@ def _with_gradient(
 
     sources = [result, inputs, weight]
     (result,) = tapes.replaced([result], sources, [], of_all)
+    return result
+
+
+def _recorded(
+    function: Function,
+    inputs: Any,
+    weight: Any,
+    copy: Any,
+    of_weight: Gradient,
+    of_inputs: Function,
+) -> Any:
+    is_asked = tapes.reach(inputs)
+    with tapes.unrecorded():
+        result = function(inputs, copy)
+
+    def of_both(upstream: Any) -> list:
+        narrow = copy
+        if tapes.is_recorded():
+            # The gradient of this one needs to know the weight.
+            narrow = tensors.cast(weight, copy.dtype)
+        of_first = of_inputs(upstream, narrow) if is_asked else None
+        return [of_first, of_weight(inputs, upstream, narrow)]
+
+    tapes.record_as([result], [inputs, weight], of_both)
     return result
 
 

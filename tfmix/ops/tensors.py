@@ -10,6 +10,7 @@ import copy
 import functools
 import numbers
 import operator
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import keras
 import numpy as np
 
 from tfmix import _formats
-from tfmix._keras import global_state, layers
+from tfmix._keras import context, layers
 from tfmix._keras import variables as keras_variables
 
 # A tensor carries this note: a `Copy`.
@@ -26,9 +27,15 @@ COPY = "_tfmix_copy"
 ANGLE = "_tfmix_angle"
 # Notes on probabilities hold their logits. Keras's losses use Keras's note, on
 # TensorFlow only.
-LOGITS_OF_KERAS, LOGITS = global_state.LOGITS, "_tfmix_logits"
+LOGITS_OF_KERAS, LOGITS = context.LOGITS, "_tfmix_logits"
 # Losses and metrics read these notes of a tensor.
-NOTES = (global_state.MASK, LOGITS_OF_KERAS, LOGITS)
+NOTES = (context.MASK, LOGITS_OF_KERAS, LOGITS)
+# Keras reads none of these.
+_OWN = frozenset((COPY, ANGLE, LOGITS))
+# Those of JAX's arrays, which take no attributes, by the `id` of the array.
+# Each is forgotten when its array dies.
+_of_arrays: dict[tuple[int, str], tuple[Any, Any]] = {}
+_NOTHING = None, None
 _ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 if _ON_TENSORFLOW:
     import tensorflow as tf
@@ -40,6 +47,7 @@ else:
     import jax
 
     ARRAYS = jax.Array, jax.core.Tracer, np.ndarray
+_NESTS = list, tuple, dict
 _DATA = (numbers.Number, np.generic, np.ndarray)
 
 
@@ -134,12 +142,14 @@ def rounded(nest: Any, dtype: str) -> Any:
 
 def note(tensor: Any, name: str = COPY) -> Any:
     """Returns a note of a tensor, `None` if it has none."""
+    if not _ON_TENSORFLOW and name in _OWN:
+        return _of_arrays.get((id(tensor), name), _NOTHING)[1]
     # Keras asks for an attribute, and TensorFlow looks long for one that its
     # tensors lack.
     held = getattr(tensor, "__dict__", None)
     if held is not None and _ON_TENSORFLOW:
         return held.get(name)
-    return global_state.get_attribute(tensor, name)
+    return context.get_attribute(tensor, name)
 
 
 def put_note(tensor: Any, name: str, value: Any) -> None:
@@ -147,13 +157,19 @@ def put_note(tensor: Any, name: str, value: Any) -> None:
     # Numbers and NumPy arrays may be the caller's data, so they get no notes.
     if tensor is None or isinstance(tensor, _DATA):
         return
+    if not _ON_TENSORFLOW and name in _OWN:
+        # Keras's function takes as long as an op.
+        key = id(tensor), name
+        forget = functools.partial(_of_arrays.pop, key)
+        _of_arrays[key] = weakref.ref(tensor, forget), value
+        return
     held = getattr(tensor, "__dict__", None)
     if held is not None and _ON_TENSORFLOW:
         # `setattr` makes no dictionary under Python 3.11. TensorFlow then makes
         # one while Python collects garbage; long eager runs have crashed there.
         held[name] = value
     else:
-        global_state.set_attribute(tensor, name, value)
+        context.set_attribute(tensor, name, value)
 
 
 def copy_notes(
@@ -202,7 +218,7 @@ def noting_weights(original: Callable) -> Callable:
             self.dtype not in _formats.SIXTEEN_BIT
             or known_dtype(kind, value.dtype) != "float32"
             # Copies of symbols get no notes, so that ops leave them to Keras.
-            or global_state.on_shapes_only()
+            or context.on_shapes_only()
         ):
             return original(self, value)
         # The variable is read once, as the tensor that is then copied.
@@ -271,13 +287,16 @@ def map_leaves(nest: Any, function: Callable[[Any], Any]) -> Any:
 
     Types are kept, and parts that do not change are returned as they are.
     """
-    if isinstance(nest, dict):
-        keys, values = list(nest), list(nest.values())
-    elif isinstance(nest, list | tuple):
-        keys, values = list(range(len(nest))), list(nest)
-    else:
+    if not isinstance(nest, _NESTS):
         return function(nest)
-    mapped = [map_leaves(value, function) for value in values]
+    values = [*nest.values()] if isinstance(nest, dict) else nest
+    # Most are leaves, and each op asks.
+    mapped = [
+        map_leaves(value, function)
+        if isinstance(value, _NESTS)
+        else function(value)
+        for value in values
+    ]
     if all(map(operator.is_, mapped, values)):
         return nest
     if hasattr(type(nest), "_fields"):
@@ -286,6 +305,7 @@ def map_leaves(nest: Any, function: Callable[[Any], Any]) -> Any:
         return tuple.__new__(type(nest), mapped)
     # A copy is made because the constructor may take other arguments.
     other = copy.copy(nest)
+    keys = [*nest] if isinstance(nest, dict) else range(len(nest))
     for key, value in zip(keys, mapped, strict=True):
         other[key] = value
     return other

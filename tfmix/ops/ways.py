@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfmix._keras import context_values, global_state
+from tfmix._keras import context
 from tfmix._keras import variables as keras_variables
 from tfmix.ops import apply, attention, logits, tensors
 
@@ -28,7 +28,7 @@ _LOOPS = {
 def carry_float32(call: apply.Call) -> Any:
     """Runs a loop, whose carries are float32."""
     is_raw = call.op.original.__module__.startswith("jax")
-    if is_raw and context_values.block.get().in_loop:
+    if is_raw and context.block.get().in_loop:
         # Keras runs a recurrent layer by it, whose states are 16 bit.
         return call.plain()
     step_name, start_name = _LOOPS[call.op.name]
@@ -59,7 +59,7 @@ def vectorized_map(call: apply.Call) -> Any:
 
     What converts them loses gradients that are not TensorFlow's own.
     """
-    with context_values.holding(in_map=_ON_TENSORFLOW):
+    with context.holding(in_map=_ON_TENSORFLOW):
         return call.plain()
 
 
@@ -68,7 +68,7 @@ def in_time_steps(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def loop(*args: Any, **kwargs: Any) -> Any:
-        with context_values.holding(in_loop=True):
+        with context.holding(in_loop=True):
             return original(*args, **kwargs)
 
     return loop
@@ -92,7 +92,7 @@ def take(call: apply.Call) -> Any:
     is_variable = isinstance(table, keras.Variable)
     dtype = keras_variables.narrow_dtype(table) if is_variable else None
     if dtype is not None:
-        if global_state.on_shapes_only():
+        if context.on_shapes_only():
             return call.plain()
         with keras_variables.autocast(None):
             rows = call.plain()
@@ -105,7 +105,7 @@ def take(call: apply.Call) -> Any:
         rows = call.op.run((weight, *call.args[1:]), call.kwargs)
     # A note would keep all rows in float32.
     narrowed = tensors.narrow(rows, dtype)
-    if context_values.block.get().in_map:
+    if context.block.get().in_map:
         # Each row of the map may take the same ones.
         tensors.weight_copy(rows, narrowed)
     return narrowed

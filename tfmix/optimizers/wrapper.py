@@ -10,7 +10,7 @@ from keras import ops
 from tfmix import _arguments
 from tfmix._keras import optimizers
 from tfmix._keras import variables as keras_variables
-from tfmix.loss_scaling import inner_attributes
+from tfmix.loss_scaling import optimizer as scaling
 from tfmix.optimizers import noise
 from tfmix.step import replicas
 
@@ -19,7 +19,7 @@ Variables = keras_variables.Variables
 
 class OptimizerWrapper(
     optimizers.AveragesOfInner,
-    inner_attributes.DelegatesToInner,
+    scaling.DelegatesToInner,
     keras.optimizers.Optimizer,
 ):
     """Changes what an inner optimizer updates, or how it keeps its state."""
@@ -30,10 +30,16 @@ class OptimizerWrapper(
     seed_variable: keras.Variable | None = None
 
     def __init__(self, inner_optimizer: Any, name: str | None = None) -> None:
-        inner_optimizer = inner_attributes.checked(inner_optimizer)
+        inner_optimizer = scaling.checked(inner_optimizer)
         self._check_not_built(inner_optimizer)
         super().__init__(learning_rate=0.0, name=name)
         self.inner_optimizer = inner_optimizer
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """The wrapper's own variables, then the inner optimizer's."""
+        own: list[keras.Variable] = super().variables
+        return own + self.inner_optimizer.variables
 
     def build(self, variables: Variables) -> None:
         """Creates the state for a model's trainable variables.

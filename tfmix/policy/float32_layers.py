@@ -11,14 +11,6 @@ import keras
 RuleItem = str | type
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerRule:
-    """The name of a class that stays in float32, and the reason for reports."""
-
-    layer_class: str
-    why: str
-
-
 _ATTENTION = "unscaled logits leave float16's range: every output is NaN"
 _ADDITIVE = "saturated scores: the gradient of its scale is rounding noise"
 _AVERAGED = "the sum overflows before it is divided"
@@ -29,49 +21,46 @@ _SOFTMAX = "probabilities lose their small values"
 _MASKED = "other values may round to the masked one"
 _SPECTRUM = "infinite in float16, a TypeError in bfloat16"
 
+# The names of classes that stay in float32, with the reasons for reports.
 # `benchmarks/layers.py` measured these on Keras 3.12 to 3.15. The global
 # averages over images and volumes complete their family, although Keras sums
 # them in float32 by itself. Op rules cover some of these layers as well, but
 # only a layer's dtype is saved with a model that plain Keras loads.
-DEFAULT_LAYER_RULES: tuple[LayerRule, ...] = (
-    LayerRule("Softmax", _SOFTMAX),
-    LayerRule("Attention", _ATTENTION),
-    LayerRule("AdditiveAttention", _ADDITIVE),
-    LayerRule("UnitNormalization", _NORMALISED),
-    LayerRule("Average", _AVERAGED),
-    LayerRule("GlobalAveragePooling1D", _AVERAGED),
-    LayerRule("GlobalAveragePooling2D", _WIDE_AVERAGE),
-    LayerRule("GlobalAveragePooling3D", _WIDE_AVERAGE),
-    LayerRule("AveragePooling1D", _AVERAGED),
-    LayerRule("AveragePooling2D", _AVERAGED),
-    LayerRule("AveragePooling3D", _AVERAGED),
-    LayerRule("Masking", _MASKED),
-    LayerRule("STFTSpectrogram", _SPECTRUM),
+DEFAULT_LAYERS: dict[RuleItem, str] = {
+    "Softmax": _SOFTMAX,
+    "Attention": _ATTENTION,
+    "AdditiveAttention": _ADDITIVE,
+    "UnitNormalization": _NORMALISED,
+    "Average": _AVERAGED,
+    "GlobalAveragePooling1D": _AVERAGED,
+    "GlobalAveragePooling2D": _WIDE_AVERAGE,
+    "GlobalAveragePooling3D": _WIDE_AVERAGE,
+    "AveragePooling1D": _AVERAGED,
+    "AveragePooling2D": _AVERAGED,
+    "AveragePooling3D": _AVERAGED,
+    "Masking": _MASKED,
+    "STFTSpectrogram": _SPECTRUM,
     # All preprocessing layers derive from this class, which is `DataLayer` in
     # Keras 3.15 and `TFDataLayer` in 3.12.
-    LayerRule("DataLayer", _RAW),
-    LayerRule("TFDataLayer", _RAW),
-)
-
-BATCH_NORMALIZATION = LayerRule(
-    "BatchNormalization", "its moving statistics need small updates"
-)
-# No list leaves it out: 16 bit is no choice here.
-SAVED_MODEL = LayerRule("TFSMLayer", "a SavedModel has dtypes of its own")
-# TensorFlow 2.21 cannot run these in float16 without an accelerator.
-NO_CPU_KERNELS = tuple(
-    LayerRule(name, "TensorFlow has no float16 kernel for it on a CPU")
-    for name in ("MaxPooling3D", "AdaptiveMaxPooling3D")
-)
-LAYER_NORMALIZATION = LayerRule(
-    "LayerNormalization", "on the black list of level O2"
-)
-_KEPT_BY_LEVELS = (BATCH_NORMALIZATION, *DEFAULT_LAYER_RULES)
-_BLACK_LIST = (LAYER_NORMALIZATION, *_KEPT_BY_LEVELS)
+    "DataLayer": _RAW,
+    "TFDataLayer": _RAW,
+}
+_KEPT_BY_LEVELS: dict[RuleItem, str] = {
+    "BatchNormalization": "its moving statistics need small updates",
+    **DEFAULT_LAYERS,
+}
 # The reason why each layer of tfmix's own rules stays in float32.
 REASONS: dict[RuleItem, str] = {
-    rule.layer_class: rule.why for rule in _BLACK_LIST
+    "LayerNormalization": "on the black list of level O2",
+    **_KEPT_BY_LEVELS,
+    # No list leaves it out: 16 bit is no choice here.
+    "TFSMLayer": "a SavedModel has dtypes of its own",
 }
+# TensorFlow 2.21 cannot run these in float16 without an accelerator.
+NO_CPU_KERNELS = dict.fromkeys(
+    ("MaxPooling3D", "AdaptiveMaxPooling3D"),
+    "TensorFlow has no float16 kernel for it on a CPU",
+)
 
 # This is MindSpore's AMP_WHITE_LIST (`train/amp.py`) in Keras's names, with
 # the attention layers that scale their logits.
@@ -88,7 +77,7 @@ class Level:
     """One of Apex's and MindSpore's levels, in tfmix's terms."""
 
     policy: str
-    rules: tuple[LayerRule, ...] = ()
+    layers: tuple[RuleItem, ...] = ()
     op_rules: bool = False  # true if the default op rules are active
 
 
@@ -97,10 +86,12 @@ LEVELS: dict[str, Level] = {
     "O0": Level("float32"),
     # Only layers on the white list compute in 16 bit. The loss is scaled, as
     # in Apex; MindSpore leaves that to its user.
-    "O1": Level("mixed_float16", _KEPT_BY_LEVELS, True),
+    "O1": Level("mixed_float16", tuple(_KEPT_BY_LEVELS), True),
     # Everything but the black list computes in 16 bit. On it are batch and
     # layer normalisation, and the layers that tfmix measured.
-    "O2": Level("mixed_float16", _BLACK_LIST, True),
+    "O2": Level(
+        "mixed_float16", ("LayerNormalization", *_KEPT_BY_LEVELS), True
+    ),
     # Everything is in 16 bit, variables included. It shows the highest speed,
     # but is not meant for training.
     "O3": Level("float16"),
@@ -124,8 +115,7 @@ def default_float32_layers(*, add: Iterable[RuleItem] = ()) -> list[RuleItem]:
         >>> "Softmax" in default_float32_layers()
         True
     """
-    names = [rule.layer_class for rule in DEFAULT_LAYER_RULES]
-    return list(resolve([*names, *add]))
+    return list(resolve([*DEFAULT_LAYERS, *add]))
 
 
 def resolve(

@@ -6,11 +6,21 @@ from typing import Any
 
 import keras
 
-from tfmix import _formats
+from tfmix import _arguments, _formats
 from tfmix.policy import float32_layers as layer_rules
-from tfmix.policy import names
 from tfmix.policy import op_lists as op_rules
 from tfmix.policy.devices import auto_policy, is_on_tensorflows_cpu
+
+DTYPE_NAMES = (
+    "float32",
+    "mixed_float16",
+    "mixed_bfloat16",
+    "float16",
+    "bfloat16",
+)
+# This policy is mixed_bfloat16, with float8 products in some layers.
+FLOAT8 = "mixed_float8"
+NAMES = (*DTYPE_NAMES, FLOAT8, "auto", *layer_rules.LEVELS)
 
 # Every 16-bit policy has this rule, in addition to its ops.
 SIXTEEN_BIT = "(16 bit)"
@@ -72,9 +82,9 @@ class Policy(keras.DTypePolicy):
         float32_ops: Iterable[str] | None = None,
         float8_layers: Iterable[layer_rules.RuleItem] | None = None,
     ) -> None:
-        names.check(name)
+        check_name(name)
         level = layer_rules.LEVELS.get(name)
-        self.is_float8 = name == names.FLOAT8
+        self.is_float8 = name == FLOAT8
         # The name it was created with, if its dtypes have another name.
         self.level = name if level or self.is_float8 else None
         dtypes = level.policy if level else name
@@ -82,9 +92,9 @@ class Policy(keras.DTypePolicy):
         super(Policy, self).__init__(  # noqa: UP008, see `__class__`
             auto_policy() if name == "auto" else dtypes
         )
-        defaults = level.rules if level else layer_rules.DEFAULT_LAYER_RULES
+        defaults = level.layers if level else layer_rules.DEFAULT_LAYERS
         self._float32_layers: tuple[layer_rules.RuleItem, ...] = (
-            tuple(rule.layer_class for rule in defaults)
+            tuple(defaults)
             if float32_layers is None
             else layer_rules.resolve(float32_layers)
         )
@@ -154,18 +164,15 @@ class Policy(keras.DTypePolicy):
                 shown = item.__name__ if isinstance(item, type) else repr(item)
                 listed = f"listed in float32_layers: {shown}"
                 return layer_rules.REASONS.get(item, listed)
-        kept = [layer_rules.SAVED_MODEL]
         is_pure = self.compute_dtype == self.variable_dtype
-        if is_pure and self.level is None:
-            kept.append(layer_rules.BATCH_NORMALIZATION)
+        kept = ["BatchNormalization"] * (is_pure and self.level is None)
+        for item in ["TFSMLayer", *kept]:
+            if layer_rules.matches(item, layer_class, name):
+                return layer_rules.REASONS[item]
         if self.compute_dtype == _formats.FLOAT16.name:
-            kept += layer_rules.NO_CPU_KERNELS
-        for rule in kept:
-            if layer_rules.matches(rule.layer_class, layer_class, name) and (
-                rule not in layer_rules.NO_CPU_KERNELS
-                or is_on_tensorflows_cpu()
-            ):
-                return rule.why
+            for item, why in layer_rules.NO_CPU_KERNELS.items():
+                if layer_rules.matches(item, layer_class, name):
+                    return why if is_on_tensorflows_cpu() else None
         return None
 
     def outside_white_list(self, layer_class: type) -> bool:
@@ -207,23 +214,38 @@ class Policy(keras.DTypePolicy):
         return self.name, self.level, *lists
 
 
+def check_name(name: object) -> None:
+    """Raises an error for an unknown policy name, and suggests the closest."""
+    allowed = f"one of {list(NAMES)}"
+    if not isinstance(name, str):
+        raise TypeError(
+            f"A policy's name must be a string, {allowed}. "
+            f"Received: name={name!r} of type {type(name).__name__}."
+        )
+    if name not in NAMES:
+        raise ValueError(
+            f"A policy's name must be {allowed}. Received: name={name!r}."
+            f"{_arguments.did_you_mean(name, NAMES)}"
+        )
+
+
 def _float8_layers(
     name: str, items: Iterable[layer_rules.RuleItem] | None
 ) -> tuple[layer_rules.RuleItem, ...] | None:
     if items is None:
         return None
-    if name != names.FLOAT8:
+    if name != FLOAT8:
         raise ValueError(
-            f"`float8_layers` goes with the policy {names.FLOAT8!r}. "
+            f"`float8_layers` goes with the policy {FLOAT8!r}. "
             f"Received: name={name!r}, float8_layers={items!r}."
         )
     return layer_rules.resolve(items, "float8_layers")
 
 
-def changed(policy: Policy, name: str | None = None, **settings: Any) -> Policy:
-    """Returns a policy with other settings, and another name if given."""
+def changed(policy: Policy, **settings: Any) -> Policy:
+    """Returns a policy with other settings."""
     kept = {field: getattr(policy, field) for field in _SETTINGS}
-    return Policy(name or policy.level or policy.name, **{**kept, **settings})
+    return Policy(policy.level or policy.name, **{**kept, **settings})
 
 
 def with_rules(policy: keras.DTypePolicy) -> Policy:
@@ -233,7 +255,7 @@ def with_rules(policy: keras.DTypePolicy) -> Policy:
     """
     if isinstance(policy, Policy):
         return policy
-    if policy.name in names.DTYPE_NAMES:
+    if policy.name in DTYPE_NAMES:
         return _default(policy.name)
     dtype = policy.compute_dtype
     mixed = policy.variable_dtype != dtype

@@ -15,12 +15,7 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from tfmix._keras import (
-    context_values,
-    kernels,
-    optimizers,
-    tracing,
-)
+from tfmix._keras import context, kernels, optimizers
 from tfmix._keras import variables as keras_variables
 from tfmix.ops import tensors
 from tfmix.step import replicas
@@ -74,13 +69,13 @@ def not_finite(tensors: Sequence) -> Any:
         # The model is frozen, or has no weights.
         return ops.zeros((0,), "bool")
     # The rules of a model's step only cost time here.
-    with context_values.holding(rules=context_values.NO_RULES):
+    with context.holding(rules=context.NO_RULES):
         return _not_finite(tensors)
 
 
 def _not_finite(tensors: Sequence) -> Any:
     tensors = [*map(_dense, tensors)]
-    if not tracing.by_xla():
+    if not context.by_xla():
         all_fine = [tensor is None or is_finite(tensor) for tensor in tensors]
         return ops.logical_not(ops.stack(all_fine))
     return kernels.by_shape(tensors, _not_finite_alike, _is_apart)
@@ -159,9 +154,10 @@ def apply_step(
     summed = replicas.sum_gradients(grads, variables)
     with (
         replicas.one_replica([*assigned, *counters], optimizer),
-        # Gradients are float32 from here on: the rules of a model's step would
-        # only cost time.
-        context_values.holding(rules=context_values.NO_RULES),
+        # Gradients are float32 from here on, and an optimizer computes in the
+        # dtypes of its variables: the rules of a model's step would only cost
+        # time, and check the gradients again.
+        context.holding(rules=context.NO_RULES),
     ):
         true = unscaled(summed, variables, scale)
         local = [*map(keras_variables.local, variables)]
@@ -193,14 +189,11 @@ def apply_if_finite(
     """
     bad = _bad_of_step(list(grads))
     applied = _known(ops.logical_not(ops.any(bad)))
-    # An optimizer computes in the dtypes of its variables: the rules of a
-    # model's step only cost time here, and would check the gradients again.
-    with context_values.holding(rules=context_values.NO_RULES):
-        if _is_selected(applied):
-            with keras_variables.selecting(applied, variables):
-                update()
-        else:
-            _branch(applied, update, None)
+    if _is_selected(applied):
+        with keras_variables.selecting(applied, variables):
+            update()
+    else:
+        _branch(applied, update, None)
     return applied, bad
 
 
@@ -267,7 +260,7 @@ def by_variable(bad: Any, optimizer: Any, variables: Sequence) -> Any:
 
 def _is_selected(condition: Any) -> bool:
     """Returns whether values are selected by a condition, without a branch."""
-    return not isinstance(condition, bool) and tracing.by_xla()
+    return not isinstance(condition, bool) and context.by_xla()
 
 
 def _branch(
@@ -289,7 +282,7 @@ def _known(condition: Any) -> Any:
     """Returns a bool if the code runs op by op."""
     if isinstance(condition, bool):
         return condition
-    return condition if tracing.is_symbolic(condition) else bool(condition)
+    return condition if context.is_symbolic(condition) else bool(condition)
 
 
 def unscaled(grads: Sequence, variables: Sequence, scale: Any = None) -> list:
@@ -309,39 +302,32 @@ def unscaled(grads: Sequence, variables: Sequence, scale: Any = None) -> list:
     def reciprocal(dtype: Any) -> Any:
         return 1.0 / ops.cast(scale, dtype)
 
-    def divided(tensor: Any) -> Any:
+    result, kept = list(grads), map(keras_variables.is_overwritten, variables)
+    rest = [n for n, is_kept in enumerate(kept) if not is_kept]
+    rest = [n for n in rest if grads[n] is not None]
+    wide = [*map(tensors.to_float32, [values(grads[n]) for n in rest])]
+    for n, tensor in zip(rest, wide, strict=True):
         # XLA repeats a product in every kernel that reads it, where a division
         # gets a kernel and a tensor of its own. It is exact for powers of two;
         # otherwise the product rounds once more.
-        return tensor * reciprocal(tensor.dtype)
-
-    def true(gradient: Any) -> Any:
-        wide = _on_values(tensors.to_float32, gradient)
-        return wide if scale is None else _on_values(divided, wide)
-
-    kept = [*map(keras_variables.is_overwritten, variables)]
-    return [
-        gradient if gradient is None or is_kept else true(gradient)
-        for gradient, is_kept in zip(grads, kept, strict=True)
-    ]
+        true = tensor if scale is None else tensor * reciprocal(tensor.dtype)
+        result[n] = _with_values(grads[n], true)
+    return result
 
 
 def without_infinities(tensor: Any) -> Any:
     """Returns a float tensor, dense or sparse, with NaN for infinity."""
-    return _on_values(
-        lambda values: ops.where(ops.isfinite(values), values, float("nan")),
-        tensor,
-    )
+    found = values(tensor)
+    found = ops.where(ops.isfinite(found), found, float("nan"))
+    return _with_values(tensor, found)
 
 
-def _on_values(function: Callable[[Any], Any], tensor: Any) -> Any:
+def _with_values(tensor: Any, new: Any) -> Any:
     if values(tensor) is tensor:
-        return function(tensor)
+        return new
     if keras.backend.backend() == "jax":
-        parts = function(tensor.data), tensor.indices
-        return type(tensor)(parts, shape=tensor.shape)
-    found = function(tensor.values)
-    return type(tensor)(found, tensor.indices, tensor.dense_shape)
+        return type(tensor)((new, tensor.indices), shape=tensor.shape)
+    return type(tensor)(new, tensor.indices, tensor.dense_shape)
 
 
 def keep_overflow_visible(gradients: Sequence) -> list[bool]:
@@ -355,9 +341,9 @@ def keep_overflow_visible(gradients: Sequence) -> list[bool]:
     Args:
         gradients: The gradients of a model's variables, at least one.
     """
-    if tracing.by_xla():
+    if context.by_xla():
         return [True] * len(gradients)
-    if tracing.trace() == tracing.EAGER:
+    if context.trace() == context.EAGER:
         # Each operation takes as long as one of a small model.
         small = [len(x.shape) < 2 for x in gradients]
     else:

@@ -15,18 +15,10 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
-from keras import ops, tree
+from keras import ops
 
 from tfmix import _arguments
-from tfmix._keras import (
-    context_values,
-    files,
-    global_state,
-    layers,
-    optimizers,
-    replacing,
-    training,
-)
+from tfmix._keras import context, files, layers, optimizers, training
 from tfmix._keras import variables as keras_variables
 from tfmix.step import finite, replicas
 
@@ -41,8 +33,7 @@ def guard(model: keras.Model) -> keras.Model:
     and each metric gets its old value back, except dropout's seeds. In your own
     `train_step` this includes weights that no optimizer gets, such as averages
     of others. The step's logs are those of the metrics without it. If no step
-    was applied since the metrics were reset, they are the skipped batch's own,
-    or NaN if these are not finite.
+    was applied since the metrics were reset, they are the skipped batch's own.
 
     If your own `train_step` calls no `apply`, or several of which only some
     skip, statistics and metrics that were finite stay finite.
@@ -81,7 +72,7 @@ def guard(model: keras.Model) -> keras.Model:
 
 def _check_optimizer(model: keras.Model) -> None:
     # The user's own step may use any optimizer.
-    is_own = training.has_own_step(model)
+    is_own = layers.has_own_step(model)
     if is_own or getattr(model.optimizer, "skips", None) is not None:
         return
     raise ValueError(
@@ -95,10 +86,10 @@ def _check_optimizer(model: keras.Model) -> None:
 
 def attach(model: keras.Model, *, asked_for: bool | None = None) -> None:
     """Guards a model; `None` keeps whether the user asked for that."""
-    before = replacing.part(model, replacing.GUARD)
+    before = layers.part(model, layers.GUARD)
     if asked_for is None:
         asked_for = isinstance(before, _Guard) and before.asked_for
-    replacing.attach(model, replacing.GUARD, _Guard(model, asked_for))
+    layers.attach(model, layers.GUARD, _Guard(model, asked_for))
     # A step that was compiled before would run without the guard.
     model.train_function = None
 
@@ -174,7 +165,7 @@ class Step:
 
 def current_step() -> Step | None:
     """Returns the train step around the caller, `None` if there is none."""
-    step: Step | None = context_values.block.get().step
+    step: Step | None = context.block.get().step
     return step
 
 
@@ -247,7 +238,7 @@ class _Guard:
         self.asked_for = asked_for
         on_tensorflow = keras.backend.backend() == "tensorflow"
         self._counter = Counter() if on_tensorflow else None
-        self.wrappers: dict[str, replacing.Wrapper] = {
+        self.wrappers: dict[str, layers.Wrapper] = {
             "train_step": self._on_tensorflow
             if on_tensorflow
             else self._on_jax,
@@ -270,43 +261,43 @@ class _Guard:
             read = step.counter.read if step.counter else list
             counts = read()
             logs = original(*args, **kwargs)
-            after = read()
-        return self._put_back(step, step.outcome(counts, after), before, logs)
+            outcome = step.outcome(counts, read())
+            return self._put_back(step, outcome, before, logs)
 
     def _on_jax(self, original: Callable, *args: Any, **kwargs: Any) -> tuple:
         model = self._model
         with self._step(self._watched()) as step:
             logs, after = original(*args, **kwargs)
-        order = training.STEP_ON_JAX
-        state = replacing.argument(order, args, kwargs, "state")
-        groups = (
-            model.trainable_variables,
-            model.non_trainable_variables,
-            model.optimizer.variables,
-            model.metrics_variables,
-        )
-        mapping: list = []
-        before: dict[int, Any] = {}
-        for group, new, old in zip(groups, after, state, strict=True):
-            mapping += zip(group, new, strict=True)
-            before |= zip(map(id, group), old, strict=True)
+            order = training.STEP_ON_JAX
+            state = layers.argument(order, args, kwargs, "state")
+            groups = (
+                model.trainable_variables,
+                model.non_trainable_variables,
+                model.optimizer.variables,
+                model.metrics_variables,
+            )
+            mapping: list = []
+            before: dict[int, Any] = {}
+            for group, new, old in zip(groups, after, state, strict=True):
+                mapping += zip(group, new, strict=True)
+                before |= zip(map(id, group), old, strict=True)
 
-        skips = getattr(model.optimizer, "skips", None)
-        counters = [optimizers.applies(model.optimizer)]
-        counters += [] if skips is None else [skips]
-        with keras.StatelessScope(state_mapping=mapping) as scope:
-            value = scope.get_current_value
-            counts = [before[id(counter)] for counter in counters]
-            outcome = step.outcome(counts, [*map(value, counters)])
-            logs = self._put_back(step, outcome, before, logs)
-        return logs, tuple([*map(value, group)] for group in groups)
+            skips = getattr(model.optimizer, "skips", None)
+            counters = [optimizers.applies(model.optimizer)]
+            counters += [] if skips is None else [skips]
+            with keras.StatelessScope(state_mapping=mapping) as scope:
+                value = scope.get_current_value
+                counts = [before[id(counter)] for counter in counters]
+                outcome = step.outcome(counts, [*map(value, counters)])
+                logs = self._put_back(step, outcome, before, logs)
+            return logs, tuple([*map(value, group)] for group in groups)
 
     @contextlib.contextmanager
     def _step(self, watched: Iterable) -> Iterator[Step]:
         """Makes every `apply` inside a block report to one step."""
         if self.asked_for:
             _check_optimizer(self._model)
-        is_own, outside = training.has_own_step(self._model), current_step()
+        is_own, outside = layers.has_own_step(self._model), current_step()
         ids = frozenset(map(id, watched))
         new = Step(self._model, is_own, watched=ids)
         if not new.scaler_decides:
@@ -314,7 +305,7 @@ class _Guard:
         if outside is not None:
             # What happens in this step happens in that one, too.
             new.counter = outside.counter or new.counter
-        with context_values.holding(step=new):
+        with context.holding(step=new):
             yield new
         if outside is not None:
             outside.has_reported = outside.has_reported or new.has_reported
@@ -375,30 +366,18 @@ class _Guard:
         """Returns the logs of a step: the metrics without a skipped one.
 
         If no step was applied since the reset, these are the skipped batch's
-        own results, or NaN if one of these is not finite.
+        own results.
         """
         results = self._model.get_metrics_result()
         if not (isinstance(logs, dict) and isinstance(results, dict)):
             return logs
         own = {name: logs[name] for name in logs if name in results}
         without = {name: results[name] for name in own}
-        # One that is not finite belongs to a skipped batch.
-        has_own = ops.logical_or(stays, finite.all_finite(own))
         if counts := self._counts():
             # No step was applied since the reset.
             empty = [ops.equal(count, 0) for count in counts]
             stays = ops.logical_or(stays, ops.all(ops.stack(empty)))
-
-        def chosen(own: Any, without: Any) -> Any:
-            # Outside of compiled steps, Keras 3.12 has made numbers of them.
-            own = ops.convert_to_tensor(own)
-            if finite.is_float(own):
-                # This is NaN in a skipped step, and no other makes one.
-                share = ops.cast(has_own, own.dtype)
-                own = ops.where(has_own, own, 0.0) / share
-            return ops.where(stays, own, without)
-
-        return logs | tree.map_structure(chosen, own, without)
+        return logs | keras_variables.select(stays, own, without)
 
     def _metrics_result(self, original: Callable) -> Any:
         """Hides metrics that skipped steps left empty at the end of an epoch.
@@ -406,6 +385,8 @@ class _Guard:
         Keras then uses the last step's logs, as it does for other keys.
         """
         results = original()
+        if current_step() is not None:
+            return results
         counts = [*map(keras_variables.host_value, self._counts())]
         # They are not known in a function that is being compiled.
         is_empty = all(count is not None and count == 0 for count in counts)
@@ -415,20 +396,19 @@ class _Guard:
         """Returns what the means among the metrics have counted so far."""
         return [
             metric.count
-            for metric in training.metrics(self._model)
+            for metric in layers.metrics(self._model)
             if isinstance(metric, keras.metrics.Mean)
         ]
 
     def _watched(self) -> list[keras.Variable]:
         """Returns the variables that a skipped step must not change."""
-        own = training.weights_of_own_step(self._model)
-        unlisted = layers.unlisted_variables(self._model)
-        others = [*self._model.non_trainable_variables, *unlisted]
+        own = layers.weights_of_own_step(self._model)
+        others = layers.untrained_variables(self._model)
         state = filter(keras_variables.is_state, others)
         return [*state, *self._reported(), *own]
 
     def _reported(self) -> list[keras.Variable]:
-        metrics = training.metrics(self._model)
+        metrics = layers.metrics(self._model)
         return [v for metric in metrics for v in metric.variables]
 
     def _children(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -478,12 +458,12 @@ def statistics_kept_finite(
             around it.
     """
     if training is None:
-        training = global_state.is_training()
-    if not training:
+        training = context.is_training()
+    # JAX traces the mode of a model that it recomputes.
+    if training is not True:
         yield
         return
-    unlisted = layers.unlisted_variables(model)
-    variables = [*model.non_trainable_variables, *unlisted]
+    variables = layers.untrained_variables(model)
     step = current_step()
     # The guard restores the variables that it watches.
     watched = frozenset() if step is None else step.watched

@@ -14,7 +14,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import optimizers, tracing
+from tfmix._keras import context, optimizers
 from tfmix._keras import variables as keras_variables
 
 if keras.backend.backend() == "tensorflow":
@@ -60,13 +60,11 @@ def once_for_all(
             traces now.
         variables: The variables whose values it reads.
     """
-    is_in_replica = keras.backend.backend() == "tensorflow" and not (
-        tf.distribute.in_cross_replica_context()
-    )
-    if not (is_in_replica and _in_replica_of_many()):
+    if not _has_replicas() or tf.distribute.in_cross_replica_context():
         with keras_variables.outside_of_tracing(variables):
             function()
         return
+    check_strategy()
 
     def made(strategy: Any) -> None:
         # In the traced function, one replica's first value would be read from
@@ -83,22 +81,23 @@ def sum_gradients(grads: Sequence, variables: Sequence) -> list:
     # and histories of maxima). The largest of these is used.
     result = list(grads)
     present = [n for n, gradient in enumerate(result) if gradient is not None]
-    if not _in_replica_of_many() or not present:
+    if not _has_replicas() or not present:
         return result
-    context = tf.distribute.get_replica_context()
-    if context.num_replicas_in_sync == 1:
+    check_replica_context()
+    around = tf.distribute.get_replica_context()
+    if around.num_replicas_in_sync == 1:
         return result
     sums: dict[Any, list[int]] = collections.defaultdict(list)
     for n in present:
         if keras_variables.is_overwritten(variables[n]):
-            rows = context.all_gather(grads[n][tf.newaxis], axis=0)
+            rows = around.all_gather(grads[n][tf.newaxis], axis=0)
             result[n] = _largest(rows)
         else:
             result[n] = _gathered(grads[n])
             sums[result[n].dtype].append(n)
     # Tensors of one reduction are packed into a vector, so they share a dtype.
     for alike in sums.values():
-        totals = context.all_reduce(
+        totals = around.all_reduce(
             tf.distribute.ReduceOp.SUM, [result[n] for n in alike]
         )
         for n, total in zip(alike, totals, strict=True):
@@ -128,33 +127,25 @@ def one_replica(
         these: The variables.
         optimizer: An optimizer that must not sum gradients meanwhile.
     """
-    if keras.backend.backend() != "tensorflow":
-        yield
-        return
-    # A TPU's step is traced once for all replicas, without local copies or
-    # merge calls.
-    if not tf.distribute.has_strategy() or tracing.for_tpu():
-        if optimizer is None:
-            yield
-            return
-        with optimizers.without_reduction(optimizer):
-            yield
-        return
-    context = _no_strategy()
-    with (
-        optimizers.without_reduction(optimizer, context.strategy),
-        keras_variables.local_copies(these),
-        context,
-    ):
+    with contextlib.ExitStack() as stack:
+        strategy = None
+        # A TPU's step is traced once for all replicas, without local copies or
+        # merge calls.
+        if _has_replicas() and not context.for_tpu():
+            around = _no_strategy()
+            strategy = around.strategy
+            stack.enter_context(keras_variables.local_copies(these))
+            stack.enter_context(around)
+        if optimizer is not None:
+            stack.enter_context(
+                optimizers.without_reduction(optimizer, strategy)
+            )
         yield
 
 
-def _in_replica_of_many() -> bool:
-    backend = keras.backend.backend()
-    if backend != "tensorflow" or not tf.distribute.has_strategy():
-        return False
-    check_replica_context()
-    return True
+def _has_replicas() -> bool:
+    on_tensorflow = keras.backend.backend() == "tensorflow"
+    return on_tensorflow and tf.distribute.has_strategy()
 
 
 @functools.cache

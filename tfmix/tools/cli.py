@@ -203,7 +203,7 @@ def _file(summary: str, **settings: Any) -> dict[str, Any]:
     return {"type": pathlib.Path, "help": summary, **settings}
 
 
-# These are `tfmix.policy.names`, which cannot be imported without Keras.
+# These are `tfmix.policy.policy.NAMES`, which cannot be imported without Keras.
 _POLICIES = (
     *("float32", "mixed_float16", "mixed_bfloat16", "float16", "bfloat16"),
     *("mixed_float8", "auto", "O0", "O1", "O2", "O3"),

@@ -54,16 +54,6 @@ def test_the_history_and_the_csv_file_hold_scale_and_steps(tmp_path):
         assert [float(row[name]) for row in rows] == values
 
 
-def test_the_progress_bar_shows_the_scale_and_counts(capsys):
-    fit(compiled(), Monitor(), batches(4, bad=[2]), verbose=1)
-    out = capsys.readouterr().out
-    assert "loss_scale: 16384.0000 " in out
-    # Only the last line of the bar has all numbers.
-    end = " - skipped_steps: 1.0000 - applied_steps: 3.0000"
-    assert out.rstrip().endswith(end)
-    assert out.count("skipped_steps: ") > out.count("applied_steps: ") == 1
-
-
 @pytest.mark.costly
 @pytest.mark.parametrize(
     ("every", "steps"), [(1, range(6)), (2, [0, 2, 4, 5]), (9, [0, 5])]

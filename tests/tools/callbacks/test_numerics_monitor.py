@@ -97,23 +97,6 @@ def test_steps_are_sampled_at_their_multiples(every, stride, steps):
     assert monitor.steps == tuple(steps)
 
 
-def test_no_batch_is_lost_or_seen_twice():
-    seen = []
-    model = healthy(run_eagerly=True)
-    original = model.train_step
-
-    def train_step(*arguments):
-        batch = arguments[-1]
-        seen.append(np.array(batch[0]))
-        return original(*arguments)
-
-    model.train_step = train_step
-    model.make_train_function(force=True)
-    train(model, Counting(every=2))
-    expected = data()[0].astype("float32")
-    np.testing.assert_array_equal(np.concatenate(seen), expected)
-
-
 def test_a_model_that_cannot_be_sampled_trains_with_one_warning(caplog):
     # It computes in float32, so there is nothing to compare.
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])

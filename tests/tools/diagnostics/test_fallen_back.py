@@ -42,16 +42,3 @@ def test_a_16_bit_model_has_a_note_on_the_fallback(kind, checked):
     # `apply_policy` keeps fallbacks as well.
     assert model.layers[1].compute_dtype == "float32"
     assert "guilty" not in str(report.suggested_policy())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_float32_model_does_not_change(kind, caplog):
-    model = stack(kind)
-    inside = list(model._flatten_layers())
-    before = [set(vars(each)) for each in inside]
-    report = tfmix.check(model, X, Y, loss="mse", policy="mixed_float16")
-    assert report.healthy
-    assert note_of(report).startswith("guilty ")
-    assert {each.dtype_policy.name for each in model.layers} == {"float32"}
-    assert [set(vars(each)) for each in inside] == before
-    assert not caplog.records

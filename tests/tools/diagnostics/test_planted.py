@@ -35,7 +35,7 @@ def draws(count, quick):
     ]
 
 
-@pytest.mark.parametrize(("kind", "seed"), draws(20, QUICK))
+@pytest.mark.parametrize(("kind", "seed"), draws(8, QUICK))
 def test_the_planted_layer_is_named_first(kind, seed):
     case = faults.plant(kind, seed)
     report = check.check(case.model, case.x, case.y, loss=case.loss)

@@ -122,18 +122,6 @@ def test_the_work_of_a_convolution(operation, sizes, more, shape, count, flops):
     assert (found.kernel == "cuDNN") is (operation == "custom-call")
 
 
-def test_prefetches_and_scalars_of_a_tpu_are_not_kernels():
-    program = compiled_text.read(
-        "ENTRY %main (a: f32[]) -> f32[] {\n"
-        "  %a = f32[8]{0:T(128)} parameter(0)\n"
-        "  %s = f32[]{:T(128)} add(%a, %a)\n"
-        "  %copy-start = (f32[8]{0:T(128)S(1)}, f32[8]{0}) copy-start(%a)\n"
-        "  ROOT %copy-done = f32[8]{0:T(128)S(1)} copy-done(%copy-start)\n"
-        "}\n"
-    )
-    assert (program.kernels, program.copies) == (0, 0)
-
-
 def test_data_that_a_tpu_fetches_counts_once():
     inside = "f32[8,64]{1,0:T(8,128)S(1)}"
     whole, half = 4 * 8 * 64, 4 * 4 * 64

@@ -28,12 +28,6 @@ def test_each_output_has_the_targets_of_its_own_loss():
     assert kinds(model) == [((8, 3), "float32"), ((8,), "int32")]
 
 
-def test_a_loss_of_one_output_belongs_to_that_output():
-    model = two_outputs(dict)
-    model.compile("sgd", loss={"a": CLASSES()})
-    assert kinds(model) == {"z": ((8, 3), "float32"), "a": ((8,), "int32")}
-
-
 def test_without_a_loss_there_are_no_targets():
     model = two_outputs(dict)
     model.compile("sgd")

@@ -10,8 +10,11 @@ import tfmix
 from benchmarks import compiled_steps, compiled_tensorflow, overhead
 from tests import helpers
 from tests.tools.hardware.programs import skip_without
-from tfmix._keras import kernels, tracing
+<<<<<<< HEAD
+from tfmix._keras import context, kernels
 from tfmix.step import finite
+=======
+>>>>>>> wt-trest
 from tfmix.tools.hardware import compiled_text, compilers
 from tfmix.tools.hardware import target as targets
 
@@ -136,9 +139,10 @@ def test_sparse_gradients_are_checked_without_a_loop():
     assert found["tfmix"].kernels <= found["bare"].kernels + 20
 
 
+<<<<<<< HEAD
 def test_a_separate_check_per_gradient_is_caught(monkeypatch):
     if keras.backend.backend() == "tensorflow":
-        monkeypatch.setattr(tracing, "by_xla", lambda: False)
+        monkeypatch.setattr(context, "by_xla", lambda: False)
     else:
         monkeypatch.setattr(
             kernels, "not_finite_alike", kernels.VARIANTS["default"]
@@ -149,6 +153,8 @@ def test_a_separate_check_per_gradient_is_caught(monkeypatch):
         check(*compiled(FEW, "h200"), 7 + 10)
 
 
+=======
+>>>>>>> wt-trest
 def dense_and_batch_norm():
     x = inputs = keras.Input((256,))
     for _ in range(3):

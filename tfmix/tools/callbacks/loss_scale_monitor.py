@@ -156,7 +156,8 @@ class LossScaleMonitor(skip_report.SkipWatch):
 
 def _has_scale(model: keras.Model) -> bool:
     """Returns whether a model has tfmix's optimizer; warns if it does not."""
-    if scaling.scalers(model):
+    held = vars(model).values()
+    if any(isinstance(value, scaling.LossScaleOptimizer) for value in held):
         return True
     _messages.warn(
         "LossScaleMonitor has nothing to show: the model was compiled without "

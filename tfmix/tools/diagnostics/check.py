@@ -11,15 +11,21 @@ import numpy as np
 from keras import ops
 
 from tfmix import _bad_rows, _formats, _progress
-from tfmix._keras import graphs, layers, optimizers, tracing, training
-from tfmix.autocast import fallback, global_policy
+from tfmix._keras import (
+    context,
+    graphs,
+    layers,
+    optimizers,
+    replacing,
+    training,
+)
+from tfmix.autocast import global_policy, layer_calls
 from tfmix.autocast import record as mixed_model
 from tfmix.conversion import dtype_notes, planned_policies
 from tfmix.float8 import chosen_layers
-from tfmix.gradient_scaling import outermost
+from tfmix.gradient_scaling import model_call
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.loss_scaling import rules
-from tfmix.ops import stand_ins
 from tfmix.policy import policy as policies
 from tfmix.tools.diagnostics import batch as batches
 from tfmix.tools.diagnostics import (
@@ -213,13 +219,13 @@ def _under_policy(
 ) -> Iterator[None]:
     """Makes a model compute under a policy; `None` keeps its own setup."""
     with contextlib.ExitStack() as conditions:
-        conditions.enter_context(tracing.nothing_traced())
-        conditions.enter_context(outermost.outputs_as_made())
+        conditions.enter_context(context.nothing_traced())
+        conditions.enter_context(model_call.outputs_as_made())
         if isinstance(chosen, policies.Policy):
             names = {*chosen.float32_ops, policies.SIXTEEN_BIT}
-            conditions.enter_context(stand_ins.block(names))
+            conditions.enter_context(replacing.block(names))
         if chosen is not None:
-            conditions.enter_context(fallback.fresh(model))
+            conditions.enter_context(layer_calls.fresh(model))
             before = chosen_layers.reasons(model)
             conditions.callback(chosen_layers.restore, model, before)
             chosen_layers.restore(model, {})

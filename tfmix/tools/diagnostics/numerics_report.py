@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tfmix import _formats, _messages, _tables
-from tfmix.policy import names
 from tfmix.policy import policy as policies
 from tfmix.tools.diagnostics import probe, verdicts
 
@@ -161,7 +160,7 @@ class NumericsReport(_tables.Printed):
 
 
 def _name(policy: policies.Policy) -> str:
-    return names.FLOAT8 if policy.is_float8 else policy.name
+    return policies.FLOAT8 if policy.is_float8 else policy.name
 
 
 _HEADS = ("layer", "dtype", "phase", "verdict", "error", "headroom")

@@ -10,9 +10,9 @@ import numpy as np
 from keras import ops
 
 from tfmix import _formats
-from tfmix._keras import graphs, layers, tracing
+from tfmix._keras import context, graphs, layers
 from tfmix._keras import variables as keras_variables
-from tfmix.autocast import fallback
+from tfmix.autocast import layer_calls
 from tfmix.conversion import planned_policies
 from tfmix.tools.diagnostics import batch as batches
 from tfmix.tools.diagnostics import differentiation, probe, programs, ranges
@@ -69,13 +69,13 @@ def sixteen_bit(
 
     def forward(weights: list[Any]) -> list[Any]:
         nonlocal output_dtypes
-        trace = tracing.trace()
+        trace = context.trace()
 
         def on_call(call: probe.Call) -> Any:
             outputs = call.proceed()
             leaves, inputs = probe.floats(outputs), call.tensors
             # Calls in the body of a compiled loop have no values to read.
-            if all(tracing.is_made_in(trace, x) for x in leaves + inputs):
+            if all(context.is_made_in(trace, x) for x in leaves + inputs):
                 signatures[call.key] = Signature(
                     arguments=tuple(map(probe.dtype, inputs)),
                     outputs=tuple(map(probe.dtype, leaves)),
@@ -91,7 +91,7 @@ def sixteen_bit(
     with graphs.policies(planned):
         programs.run(forward, batch.weights())
         ran = {layer: layers.own_policy(layer) for layer in planned}
-        fallbacks = fallback.reasons(batch.model)
+        fallbacks = layer_calls.reasons(batch.model)
     return SixteenBitRun(signatures, output_dtypes, ran, fallbacks)
 
 

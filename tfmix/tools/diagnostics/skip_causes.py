@@ -11,7 +11,7 @@ from keras import tree
 
 from tfmix import _bad_rows, _formats
 from tfmix._keras import layers, training
-from tfmix.gradient_scaling import outermost
+from tfmix.gradient_scaling import model_call
 from tfmix.tools.diagnostics import batch as batches
 from tfmix.tools.diagnostics import probe, verdicts
 
@@ -239,7 +239,7 @@ def _run(
     try:
         made = batches.prepare(model, batch["x"], y, None, None)
         watched = probe.watched(probe.targets(model), on_call)
-        with watched, outermost.outputs_as_made():
+        with watched, model_call.outputs_as_made():
             weights = made.weights()
             if y is None:
                 made.outputs(weights)

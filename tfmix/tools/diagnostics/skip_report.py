@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypeAlias
 import keras
 
 from tfmix import _bad_rows, _messages
-from tfmix._keras import replacing, training
+from tfmix._keras import layers, replacing, training
 from tfmix._keras import variables as keras_variables
-from tfmix.autocast import bare_optimizers
+from tfmix.loss_scaling import state
 from tfmix.tools.diagnostics import skip_causes
 
 _DATA = ("x", "y", "sample_weight")
@@ -45,13 +45,13 @@ class Counted(NamedTuple):
     good_steps: int = 0
 
 
-def steps(optimizer: bare_optimizers.Skipper) -> tuple[int, int]:
+def steps(optimizer: Any) -> tuple[int, int]:
     """Returns the numbers of applied and skipped steps."""
     applied = keras_variables.host_value(optimizer.applies)
     return int(applied), optimizer.skipped_steps
 
 
-def _counted(optimizer: bare_optimizers.Skipper) -> Counted:
+def _counted(optimizer: Any) -> Counted:
     good_steps = getattr(optimizer, "step_counter", 0)
     return Counted(
         *steps(optimizer),
@@ -63,7 +63,7 @@ def _counted(optimizer: bare_optimizers.Skipper) -> Counted:
 
 
 # The counts of each optimizer of a model.
-Counts: TypeAlias = Mapping[bare_optimizers.Skipper, Counted]
+Counts: TypeAlias = Mapping[Any, Counted]
 
 
 class SkipWatch(keras.callbacks.Callback):
@@ -98,16 +98,34 @@ class SkipWatch(keras.callbacks.Callback):
     def read(self, args: tuple, kwargs: dict) -> None:
         """Notes the data among the arguments of a `fit`."""
         of_call = functools.partial(
-            replacing.argument, training.ORDERS["fit"], args, kwargs
+            layers.argument, training.ORDERS["fit"], args, kwargs
         )
         self.data = {name: of_call(name) for name in _DATA}
         self.batch_size = of_call("batch_size")
 
     def join(self, model: keras.Model) -> None:
-        """Joins the callbacks of the `fit` that has just begun."""
-        if self._joined is not getattr(model, "history", None):
-            self._joined = model.history
-            training.join_fit(self._leaving, model, self)
+        """Joins the callbacks of the `fit` that has just begun.
+
+        None of them was called yet. The arguments of `fit` stay as they came,
+        because a function that others have put in its place may take no
+        callbacks.
+        """
+        # Keras adds this callback to all others.
+        history: Any = getattr(model, "history", None)
+        if self._joined is history:
+            return
+        self._joined = history
+        self.set_params(history.params)
+        self.set_model(model)
+        for name in (
+            "on_train_begin",
+            "on_epoch_begin",
+            "on_epoch_end",
+            "on_train_end",
+        ):
+            replacing.call_first(
+                self._leaving, history, name, getattr(self, name)
+            )
 
     def leave(self) -> None:
         """Leaves the callbacks."""
@@ -172,12 +190,12 @@ class SkipWatch(keras.callbacks.Callback):
 
     def _count(self) -> Counts:
         # Reading `self.model` updates the variables on JAX.
-        every = bare_optimizers.skippers(self.model)
+        every = state.counts_of_model(self.model)
         return {optimizer: _counted(optimizer) for optimizer in every}
 
-    def _optimizers(self) -> list[bare_optimizers.Skipper]:
+    def _optimizers(self) -> list[Any]:
         """Lists the optimizers that skip steps; a model may have several."""
-        every = bare_optimizers.skippers(self.model)
+        every = state.counts_of_model(self.model)
         # A model with its own optimizers may never use that of `compile`.
         stepped = [x for x in every if any(steps(x))]
         return stepped or every

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from tfmix._keras import tracing, xla_compilers
+from tfmix._keras import context, xla_compilers
 from tfmix.tools.hardware import target as targets
 
 _CUDA = "jax_plugins.xla_cuda12"
@@ -134,7 +134,7 @@ def _register_cuda() -> None:
 def traced_for(device: Any) -> contextlib.AbstractContextManager[None]:
     """Sets the platform of a block in which a step is traced."""
     platform = "cuda" if device.platform == "gpu" else device.platform
-    return tracing.compiled_for(platform)
+    return context.compiled_for(platform)
 
 
 def compile_jax(lowered: Any) -> Compiled:

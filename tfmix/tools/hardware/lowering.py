@@ -63,7 +63,7 @@ def compile_training_step(
     try:
         return _compile(model, data, device, compile_step)
     except Exception:
-        if y is not None or not training.has_own_step(model):
+        if y is not None or not host.has_own_step(model):
             raise
         # A custom `train_step` may read targets without a loss of the model.
         return _compile(model, (x, outputs), device, compile_step)

@@ -14,7 +14,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import replacing, tracing
+from tfmix._keras import context, replacing
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
@@ -45,13 +45,13 @@ def listen(listener: Listener) -> None:
         function = type(tf.function(lambda: None))
         places[function, "__call__"] = _tensorflows_call
     else:
-        places |= dict.fromkeys(tracing.JIT, _jit)
+        places |= dict.fromkeys(context.JIT, _jit)
     _replacements.set(places)
 
 
 def is_compiling() -> bool:
     """Returns whether the running code is traced rather than computed."""
-    return bool(tracing.trace() != tracing.EAGER)
+    return bool(context.trace() != context.EAGER)
 
 
 def is_in_step() -> bool:

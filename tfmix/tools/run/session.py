@@ -18,9 +18,8 @@ import keras
 import rich.console
 
 from tfmix import _messages
-from tfmix._keras import global_state, layers, replacing
-from tfmix.autocast import fallback, global_policy
-from tfmix.policy import names
+from tfmix._keras import context, layers, replacing
+from tfmix.autocast import global_policy, layer_calls
 from tfmix.policy import policy as policies
 from tfmix.policy.devices import devices, suited_policy
 from tfmix.tools.run import report, steps
@@ -70,7 +69,7 @@ class _Layer:
 class _Session:
     def __init__(self, name: str, settings: Settings) -> None:
         self._settings, self._process = settings, os.getpid()
-        names.check(name)
+        policies.check_name(name)
         self._asked = name
         self._policy = policies.Policy(name)
         # The policies that the script sets itself, the latest at the end.
@@ -96,7 +95,7 @@ class _Session:
         global_policy.decide_by(self._decide)
         self._replacements.set(
             {
-                global_state.POLICY_STORE: self._store,
+                context.POLICY_STORE: self._store,
                 (keras.Layer, "__init__"): self._initializer,
             }
         )
@@ -122,7 +121,7 @@ class _Session:
         """Makes the script set policies in tfmix rather than in Keras."""
 
         def save(name: str, value: Any) -> None:
-            is_policy = name == global_state.POLICY_KEY and value is not None
+            is_policy = name == context.POLICY_KEY and value is not None
             if is_policy and not global_policy.hooks_keras():
                 if _is_new(value):
                     global_policy.set_global_policy(value)
@@ -211,7 +210,7 @@ class _Session:
             if layers.is_structure(layer) or layers.is_input(layer):
                 continue
             if layer.built:
-                kind, why = type(layer).__name__, fallback.reason(layer)
+                kind, why = type(layer).__name__, layer_calls.reason(layer)
                 self._found[kind, layers.path_of(layer)] = _Layer(
                     kind=kind,
                     dtype=layer.compute_dtype,
@@ -320,7 +319,7 @@ def _is_new(policy: keras.DTypePolicy) -> bool:
     """Returns whether a policy to train with differs from Keras's own."""
     # Setting tfmix's policy to float32 makes Keras set its own.
     is_float = keras.backend.is_float_dtype(policy.compute_dtype)
-    return is_float and policy.name != global_state.policy_name()
+    return is_float and policy.name != context.policy_name()
 
 
 def _script() -> str:

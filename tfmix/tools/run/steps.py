@@ -13,7 +13,6 @@ import functools
 import math
 import threading
 import time
-import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,14 +20,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfmix._keras import (
-    optimizers,
-    replacing,
-    tracing,
-)
+from tfmix._keras import context, optimizers, replacing
 from tfmix._keras import variables as keras_variables
-from tfmix.autocast import bare_optimizers
 from tfmix.loss_scaling import optimizer as scaling
+from tfmix.loss_scaling import state
 from tfmix.tools.run import compiled_calls, verdict
 
 _SECONDS = 0.25
@@ -83,7 +78,7 @@ class Counter:
         elif skipped is not None:
             skipped = skipped.skipped_steps
         # A loop under JAX that writes nothing back has a count of its own.
-        is_unwritten = _ON_JAX and self.calls and not self._now()
+        is_unwritten = _ON_JAX and self.calls and self._now() == 0
         if skipped is None or (is_unwritten and not skipped):
             return None
         return int(skipped)
@@ -93,8 +88,7 @@ def _skips(optimizer: keras.optimizers.Optimizer) -> Any:
     """Returns what counts an optimizer's skips, or None."""
     if isinstance(optimizer, scaling.LossScaleOptimizer):
         return next(v for v in optimizer.variables if v.name == "skipped_steps")
-    holder: Any = types.SimpleNamespace(optimizer=optimizer)
-    return next(iter(bare_optimizers.skippers(holder)), None)
+    return state.counts_of(optimizer)
 
 
 class Losses:
@@ -296,7 +290,7 @@ class Steps:
         return max(self.groups, key=Group.steps_timed, default=None)
 
     def _applying(self, original: Callable) -> Callable:
-        @tracing.untouched
+        @context.untouched
         @functools.wraps(original)
         def apply(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             if getattr(self._inside, "apply", False):

@@ -1,4 +1,9 @@
-"""Runs layers in 16 bit, or in float32 if their own code fails in 16 bit.
+"""Calls layers on exact inputs, and in float32 if their code fails in 16 bit.
+
+Keras casts the float inputs of a subclassed layer to 16 bit before its `call`.
+Ids then reach an `Embedding` rounded (2049 becomes 2048), and raw features lose
+digits before a `Normalization`. So each cast notes its input on the tensor, and
+these layers use that.
 
 After a fallback, the layer's own code gets only float32. The layers that this
 code calls stay in 16 bit and return float32 to it, so that their products stay
@@ -6,6 +11,7 @@ fast. If that fails as well, the first error is raised.
 """
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -13,50 +19,115 @@ from typing import Any
 import keras
 
 from tfmix import _formats, _messages, _users_code
-from tfmix._keras import (
-    context_values,
-    global_state,
-    layers,
-    replacing,
-    tracing,
-    variables,
-)
-from tfmix.autocast import exact_inputs
+from tfmix._keras import context, graphs, layers, variables
 from tfmix.ops import tensors
 from tfmix.policy import policy as policies
 
 # Marks an error that float32 did not fix, so that outer layers do not retry.
 _FINAL = "_tfmix_final"
 _FLOAT32 = policies.Policy("float32")
-# The dtypes of a user's code (`context_values.Block`).
+# The dtypes of a user's code (`context.Block`).
 FLOAT32, SIXTEEN_BIT = "float32", "16 bit"
+# Larger whole numbers are not exact: 2 to the number of significant bits.
+_EXACT_UP_TO = {"float16": 2048, "bfloat16": 256}
 
 
 def attach(layer: keras.Layer) -> None:
-    """Makes a layer fall back to float32 where its code needs it."""
-    if _of(layer) is None:
+    """Makes a layer use exact inputs, and float32 where its code needs it."""
+    if isinstance(layer, keras.Sequential):
+        # Each of its layers casts its own inputs.
+        _use_converter(layer, _pass_on)
+    elif layer.compute_dtype == "float32" or isinstance(
+        layer, layers.DATA_LAYER
+    ):
+        _use_converter(layer, _recover)
+    elif not layers.takes_casts(layer):
+        _use_converter(layer, _remember)
+    if not layers.is_structure(layer) and _of(layer) is None:
         layers.rematerialize_anew(layer)
-        replacing.attach(layer, replacing.FALLBACK, _Fallback(layer))
+        layers.attach(layer, layers.CALL, _LayerCall(layer))
 
 
 def _of(layer: keras.Layer) -> Any:
-    return replacing.part(layer, replacing.FALLBACK)
+    return layers.part(layer, layers.CALL)
+
+
+def begin_exact(model: keras.Model) -> None:
+    """Passes exact inputs from a Sequential to a model at its beginning."""
+    is_sequential = isinstance(model, keras.Sequential) and model.layers
+    # Keras has created its input by then, with the first model's shape.
+    if is_sequential and hasattr(model.layers[0], "input_shape"):
+        graphs.widen_inputs(model)
+
+
+def build_exactly(
+    model: keras.Sequential, build: Callable, *args: Any, **kwargs: Any
+) -> None:
+    """Builds a Sequential whose input rounds no ids and no raw features.
+
+    Without an `Input` of the user's, Keras creates one in 16 bit.
+    """
+    first = layers.own_layers(model)[:1]
+    build(*args, **kwargs)
+    if not layers.is_input(first[0]):
+        graphs.widen_inputs(model)
+
+
+def make_float32(layer: keras.Layer) -> None:
+    """Makes a layer compute in float32, on inputs before any cast."""
+    layers.set_policy(layer, keras.DTypePolicy("float32"))
+    _use_converter(layer, _recover)
+
+
+# These convert an input of a layer, by Keras's `convert_input`.
+
+
+def _use_converter(layer: keras.Layer, convert: Callable) -> None:
+    """Gives the layer a policy of its own with another `convert_input`."""
+    policy = layer.dtype_policy
+    original = functools.partial(type(policy).convert_input, policy)
+    convert = functools.partial(convert, original)
+    layers.change_policy(layer, convert_input=convert)
+
+
+def _remember(original: Callable, x: Any, autocast: bool, dtype: str) -> Any:
+    """Notes on what a layer casts what it was before."""
+    x = variables.read(x)
+    tensor = original(x, False, dtype)
+    converted = original(tensor, autocast, dtype)
+    if converted is not tensor:
+        tensors.note_cast(x, converted, tensor)
+    return converted
+
+
+def _recover(original: Callable, x: Any, autocast: bool, dtype: str) -> Any:
+    """Gives a layer what it gets as it was before another layer cast it."""
+    exact = tensors.before_cast(x)
+    converted = original(exact, autocast, dtype)
+    if converted is not exact:
+        layers.copy_mask(exact, converted)
+    return converted
+
+
+def _pass_on(original: Callable, x: Any, autocast: bool, dtype: str) -> Any:
+    """Gives a layer, which casts nothing, what it gets as it was before."""
+    return original(tensors.before_cast(x), False, dtype)
 
 
 @contextlib.contextmanager
 def fresh(model: keras.Layer) -> Iterator[None]:
     """Gives a model's layers new fallbacks in a block, without messages."""
     inside = layers.flat_layers(model)
-    before = [(layer, replacing.by_role(layer)) for layer in inside]
+    before = [(layer, layers.by_role(layer)) for layer in inside]
     try:
         for layer in inside:
             if not layers.is_structure(layer):
-                state = _Fallback(layer, tells=False)
-                replacing.attach(layer, replacing.FALLBACK, state)
+                state = _LayerCall(layer, tells=False)
+                layers.attach(layer, layers.CALL, state)
         yield
     finally:
         for layer, parts in before:
-            replacing.restore(layer, parts)
+            layers.restore(layer, parts)
 
 
 def reason(layer: keras.Layer) -> str:
@@ -79,12 +150,12 @@ def assign_exactly(original: Callable, variable: Any, value: Any) -> Any:
 
     If that is not known, the layer whose code assigns it falls back.
     """
-    has_rules = policies.SIXTEEN_BIT in context_values.active_rules()
+    has_rules = policies.SIXTEEN_BIT in context.active_rules()
     is_rounded = has_rules and variables.is_float32(variable)
-    if not is_rounded or global_state.on_shapes_only():
+    if not is_rounded or context.on_shapes_only():
         return original(variable, value)
     value = tensors.before_cast(value)
-    may_fall_back = context_values.block.get().users_code == SIXTEEN_BIT
+    may_fall_back = context.block.get().users_code == SIXTEEN_BIT
     if may_fall_back and tensors.weight_of(value) is None:
         raise TypeError(
             f"16-bit numbers are assigned to the variable {variable.path!r}, "
@@ -93,8 +164,8 @@ def assign_exactly(original: Callable, variable: Any, value: Any) -> Any:
     return original(variable, tensors.to_float32(value))
 
 
-class _Fallback:
-    """The dtype in which one layer's `call` computes."""
+class _LayerCall:
+    """The inputs of one layer's `call`, and the dtype in which it computes."""
 
     def __init__(self, layer: keras.Layer, tells: bool = True) -> None:
         self._layer = layer
@@ -106,7 +177,7 @@ class _Fallback:
         self._policy: keras.DTypePolicy | None = None
         # The modes, training or not, in which its call has succeeded.
         self._proven: set[bool] = set()
-        self.wrappers: Mapping[str, replacing.Wrapper] = {"call": self.run}
+        self.wrappers: Mapping[str, layers.Wrapper] = {"call": self.run}
 
     def is_float32(self) -> bool:
         """Returns whether it has fallen back, and kept that dtype since."""
@@ -114,11 +185,11 @@ class _Fallback:
         return policy is not None and policy is layers.own_policy(self._layer)
 
     def run(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        to_float32_code = context_values.block.get().users_code == FLOAT32
+        to_float32_code = context.block.get().users_code == FLOAT32
         mode = kwargs.get("training") is True
         is_new = mode not in self._proven and not self.is_float32()
         if is_new and _would_last(self._layer):
-            with tracing.scratch():
+            with context.scratch():
                 self._run(original, args, kwargs)
         outputs = self._run(original, args, kwargs, is_new)
         self._proven.add(mode)
@@ -139,13 +210,13 @@ class _Fallback:
         restore = _noted(self._layer, is_new)
         try:
             with self._attempt():
-                return original(*args, **kwargs)
+                return self._call(original, args, kwargs)
         except Exception as error:
             restore()
             if _is_final(error) or not _may_change(self._layer):
                 raise
             before = layers.own_policy(self._layer)
-            exact_inputs.make_float32(self._layer)
+            make_float32(self._layer)
             self.why = _cause(error)
             self._policy = layers.own_policy(self._layer)
             try:
@@ -158,6 +229,22 @@ class _Fallback:
             self._tell(error)
             return outputs
 
+    def _call(self, original: Callable, args: Any, kwargs: Any) -> Any:
+        layer = self._layer
+        if isinstance(layer, keras.layers.SpectralNormalization):
+            # It writes its weights back, and so reads them as they are stored.
+            # Layers inside it have a dtype of their own.
+            with variables.autocast(None):
+                return original(*args, **kwargs)
+        if isinstance(layer, (keras.layers.Embedding, layers.DATA_LAYER)):
+            # Keras does not convert all inputs of these layers.
+            args, kwargs = tensors.map_leaves(
+                (args, kwargs), tensors.before_cast
+            )
+        if isinstance(layer, keras.layers.Embedding):
+            _warn_of_rounded_ids(layer, keras.tree.flatten((args, kwargs)))
+        return original(*args, **kwargs)
+
     def _attempt(self) -> contextlib.AbstractContextManager[None]:
         """Says whose code runs: what it may assign, and what it is returned.
 
@@ -169,7 +256,7 @@ class _Fallback:
             code = FLOAT32
         elif self._is_users and _may_change(self._layer):
             code = SIXTEEN_BIT
-        return context_values.holding(users_code=code)
+        return context.holding(users_code=code)
 
     def _returns_16_bit(self) -> bool:
         """Returns whether what wide ops return to the layer's code is rounded.
@@ -191,9 +278,9 @@ class _Fallback:
         with (
             variables.autocast("float32"),
             # Layers that it creates are float32, too.
-            context_values.holding(policies=(_FLOAT32,), users_code=FLOAT32),
+            context.holding(policies=(_FLOAT32,), users_code=FLOAT32),
         ):
-            return original(*args, **kwargs)
+            return self._call(original, args, kwargs)
 
     def _tell(self, error: Exception) -> None:
         if not self._tells:
@@ -212,6 +299,26 @@ class _Fallback:
             # Errors name tensors and variables, which differ for each layer.
             about=(kind.call, _users_code.users_line(error)),
         )
+
+
+def _warn_of_rounded_ids(layer: keras.layers.Embedding, given: list) -> None:
+    ids = next(leaf for leaf in given if hasattr(leaf, "dtype"))
+    dtype = keras.backend.standardize_dtype(ids.dtype)
+    exact = _EXACT_UP_TO.get(dtype)
+    if exact is None or context.on_shapes_only():
+        return
+    if layer.input_dim <= exact:
+        return
+    # A model runs this only while it is traced, so a few times, not each step.
+    _messages.warn(
+        "ids reach Embedding %r as %s, which rounds whole numbers "
+        "above %d, and it has %d rows. Feed ids as integers, or slice and "
+        "cast them to 'int32' in a layer made with autocast=False.",
+        layer.name,
+        dtype,
+        exact,
+        layer.input_dim,
+    )
 
 
 def _as_float32_input(value: Any) -> Any:
@@ -267,7 +374,7 @@ def _would_last(layer: keras.Layer) -> bool:
     never runs. Keras's own layers do not need that, unless they hold a layer
     that is not Keras's.
     """
-    if not tracing.will_run_later() or not layers.is_built(layer):
+    if not context.will_run_later() or not layers.is_built(layer):
         return False
     known = all(map(layers.is_builtin, layers.flat_layers(layer)))
     return not known and bool(_state(layer))
@@ -279,10 +386,10 @@ def _noted(layer: keras.Layer, is_new: bool) -> Callable[[], None]:
     Outside a stateless scope it notes only new calls, because it copies the
     values.
     """
-    scope, values = global_state.open_scope(), []
+    scope, values = context.open_scope(), []
     if scope is not None:
-        restore_scope = global_state.noted_scope(scope)
-    elif is_new and not tracing.will_run_later():
+        restore_scope = context.noted_scope(scope)
+    elif is_new and not context.will_run_later():
         values = [(v, variables.read(v)) for v in _state(layer)]
 
     def restore() -> None:
