@@ -665,7 +665,6 @@ def hessian_times_a_vector(_):
 
 
 @only_under("jax")
-<<<<<<< HEAD
 def hessian_by_an_input(_):
     of, along, model = in_training()
 
@@ -682,8 +681,6 @@ def hessian_by_an_input(_):
 
 
 @only_under("jax")
-=======
->>>>>>> wt-trest
 def gauss_newton_times_a_vector(_):
     of, _, model = in_training()
 

@@ -10,11 +10,6 @@ import tfmix
 from benchmarks import compiled_steps, compiled_tensorflow, overhead
 from tests import helpers
 from tests.tools.hardware.programs import skip_without
-<<<<<<< HEAD
-from tfmix._keras import context, kernels
-from tfmix.step import finite
-=======
->>>>>>> wt-trest
 from tfmix.tools.hardware import compiled_text, compilers
 from tfmix.tools.hardware import target as targets
 
@@ -139,22 +134,6 @@ def test_sparse_gradients_are_checked_without_a_loop():
     assert found["tfmix"].kernels <= found["bare"].kernels + 20
 
 
-<<<<<<< HEAD
-def test_a_separate_check_per_gradient_is_caught(monkeypatch):
-    if keras.backend.backend() == "tensorflow":
-        monkeypatch.setattr(context, "by_xla", lambda: False)
-    else:
-        monkeypatch.setattr(
-            kernels, "not_finite_alike", kernels.VARIANTS["default"]
-        )
-        # JAX may have traced the other variant.
-        monkeypatch.setattr(finite, "_bad_of_step", finite.not_finite)
-    with pytest.raises(AssertionError, match="too many kernels"):
-        check(*compiled(FEW, "h200"), 7 + 10)
-
-
-=======
->>>>>>> wt-trest
 def dense_and_batch_norm():
     x = inputs = keras.Input((256,))
     for _ in range(3):
