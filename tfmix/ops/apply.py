@@ -38,8 +38,6 @@ else:
 
     products = jax_products
 
-# The sum of so few terms is exact to some units of a 16-bit last place.
-_FEW = 64
 _NUMBERS = (int, float, np.integer, np.floating)
 # A union of types is made anew wherever it is written.
 _NESTS, _ARRAYS = (list, tuple, dict), (np.generic, np.ndarray)
@@ -333,8 +331,6 @@ def decide(call: Call) -> Any:
         return _moved(call)
     if call.weights:
         return with_weights(call)
-    if _is_often_repeated(call):
-        return rounded(call)
     return call.plain()
 
 
@@ -505,8 +501,9 @@ def _equation(call: Call, place: int) -> str:
     first = call.args[0] if call.args else None
     if call.op.name == "einsum" and isinstance(first, str):
         return first if place == 1 else ""
-    is_matrix = place == 1 and _rank(call.tensors[1]) == 2
-    return op_lists.ROWS if is_matrix and call.op.name == "matmul" else ""
+    ranks = [*map(_rank, call.tensors)]
+    is_rows = call.op.name == "matmul" and place == 1 and ranks[1] == 2
+    return op_lists.ROWS if is_rows and ranks[0] != 1 else ""
 
 
 def rounded(call: Call) -> Any:
@@ -582,31 +579,3 @@ def _rank(tensor: Any) -> int | None:
     """Returns the number of axes, `None` where TensorFlow does not know."""
     shape = tensor.shape
     return None if getattr(shape, "rank", 0) is None else len(shape)
-
-
-def _is_often_repeated(call: Call) -> bool:
-    """Returns whether the gradient of a 16-bit tensor is a 16-bit sum of many.
-
-    TensorFlow's kernels of a CPU sum in 16 bit. XLA and GPUs round the sum.
-    """
-    count, name = len(call.tensors), call.op.name
-    if count < 2 or name in op_lists.JOINS:
-        return False
-    if any(_rank(x) is None for x in call.tensors):
-        return False
-    sizes = [size(x.shape) for x in call.tensors]
-    if not is_often(min(sizes), max(sizes)):
-        return False
-    if not _ON_TENSORFLOW:
-        return name in ("add", "subtract") and count == 2
-    return not (context.by_xla() or context.for_gpu(call.tensors[0]))
-
-
-def size(shape: Any) -> int:
-    """Returns the size of a tensor; an axis of unknown length is long."""
-    return math.prod(n if isinstance(n, int) else _FEW + 1 for n in shape)
-
-
-def is_often(few: int, many: int) -> bool:
-    """Returns whether 16 bit loses digits of sums over `many / few` terms."""
-    return many > _FEW * few

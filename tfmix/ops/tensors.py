@@ -316,24 +316,19 @@ def floats(nest: Any) -> tuple[list, Callable[[list], Any]]:
 
     It also returns the function that puts others in their place.
     """
+    found: list = []
+
+    def noted(array: Any) -> Any:
+        if _is_float(array):
+            found.append(array)
+        return array
 
     def rebuilt(values: list) -> Any:
         new = iter(values)
         return _rebuilt(nest, lambda x: next(new) if _is_float(x) else x)
 
-    return list(filter(_is_float, _arrays(nest))), rebuilt
-
-
-def _arrays(nest: Any) -> list:
-    """Lists the arrays of a nest, and what is attached to each."""
-    arrays: list = []
-
-    def noted(array: Any) -> Any:
-        arrays.append(array)
-        return array
-
     _rebuilt(nest, noted)
-    return arrays
+    return found, rebuilt
 
 
 def _rebuilt(nest: Any, function: Callable[[Any], Any]) -> Any:

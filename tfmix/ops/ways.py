@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import numpy as np
 
 from tfmix._keras import context
 from tfmix._keras import variables as keras_variables
@@ -99,7 +98,6 @@ def take(call: apply.Call) -> Any:
     else:
         weight = tensors.weight_of(table)
         if weight is None or not tensors.is_16_bit(table):
-            call.is_ruled = call.is_ruled or _takes_often(call)
             return apply.apply(call)
         dtype = tensors.float_dtype(table)
         rows = call.op.run((weight, *call.args[1:]), call.kwargs)
@@ -109,15 +107,6 @@ def take(call: apply.Call) -> Any:
         # Each row of the map may take the same ones.
         tensors.weight_copy(rows, narrowed)
     return narrowed
-
-
-def _takes_often(call: apply.Call) -> bool:
-    """Returns whether the gradient of a row is a sum of many."""
-    given = call.op.by_name(call.args, call.kwargs)
-    sizes, axis = given["x"].shape, given["axis"]
-    rows = sizes if axis is None else sizes[axis : axis + 1 or None]
-    indices = np.shape(given["indices"])
-    return apply.is_often(apply.size(rows), apply.size(indices))
 
 
 # All other ops are computed by `apply`.
