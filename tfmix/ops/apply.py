@@ -68,17 +68,15 @@ class Function:
         original: The function.
         name: The name of the op.
         is_reversed: Whether it takes its second factor first.
-        is_composed: Whether it calls other ops, which compute as usual.
+        is_composed: Whether it runs a function of its caller, whose ops compute
+            as usual.
         dtype_at: The position of its `dtype` argument, `None` without one.
     """
 
     def __init__(self, original: Callable, name: str, is_reversed: bool):
         self.original, self.name = original, name
         self.is_reversed = is_reversed
-        self.is_composed = (
-            original.__name__ in op_places.WITH_FUNCTIONS
-            or original.__module__ in op_places.COMPOSED
-        )
+        self.is_composed = original.__name__ in op_places.WITH_FUNCTIONS
         # `inspect.signature` takes 20 times as long, for hundreds of ops.
         code = getattr(inspect.unwrap(original), "__code__", None)
         count = code.co_argcount + code.co_kwonlyargcount if code else 0
@@ -531,22 +529,17 @@ def _made(call: Call) -> Any:
         return call.plain()
     if name == "arange":
         # TensorFlow's graphs count in float32 only.
-        result = call.in_float32()
-        is_beyond = _counts_beyond(call, dtype)
-        return result if is_beyond else tensors.rounded(result, dtype)
+        result, counts = call.in_float32(), [*call.args, *call.kwargs.values()]
+        exact_up_to = 2 / _formats.LIMITS[dtype].epsilon
+        # What is no number, but a tensor, may be any number.
+        is_exact = all(
+            isinstance(x, str | None) or _is_number(x) and abs(x) <= exact_up_to
+            for x in counts
+        )
+        return tensors.rounded(result, dtype) if is_exact else result
     if name in op_lists.TAKES_VALUES and _is_unfit(call.numbers, dtype):
         return call.in_float32()
     return call.plain()
-
-
-def _counts_beyond(call: Call, dtype: str) -> bool:
-    """Returns whether `arange` may reach integers that a format rounds."""
-    given = call.op.by_name(call.args, call.kwargs)
-    exact_up_to = 2 / _formats.LIMITS[dtype].epsilon
-    return not all(
-        end is None or (_is_number(end) and abs(end) <= exact_up_to)
-        for end in (given["start"], given["stop"])
-    )
 
 
 def _is_unfit(numbers: list, dtype: str) -> bool:

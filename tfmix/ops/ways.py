@@ -46,11 +46,7 @@ def carry_float32(call: apply.Call) -> Any:
 
 
 def _wide(nest: Any) -> Any:
-    return tensors.map_leaves(nest, _float32)
-
-
-def _float32(value: Any) -> Any:
-    return tensors.to_float32(tensors.snapshot(value))
+    return tensors.map_leaves(nest, tensors.to_float32)
 
 
 def vectorized_map(call: apply.Call) -> Any:
