@@ -16,7 +16,7 @@ import inspect
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -164,8 +164,9 @@ class Call:
             return value
         if isinstance(value, _NESTS):
             # Most of them are shapes and axes.
-            if isinstance(value, list | tuple) and _is_setting(value):
-                return value
+            if not isinstance(value, dict):
+                if _SETTINGS.issuperset(map(type, value)):
+                    return value
             return tensors.map_leaves(value, self._see)
         if keras_variables.derives(kind, keras.Variable):
             # A layer's variables of other dtypes are handed on as they came.
@@ -245,10 +246,6 @@ class Call:
         return 0 if first is not None and first.is_weight else 1
 
 
-def _is_setting(values: Iterable) -> bool:
-    return _SETTINGS.issuperset(map(type, values))
-
-
 def _is_number(value: Any) -> bool:
     if isinstance(value, np.ndarray):
         return value.shape == () and value.dtype.kind in "iuf"
@@ -306,7 +303,8 @@ def decide(call: Call) -> Any:
         return _made(call)
     if call.is_sparse:
         return call.plain()
-    if call.op.name in op_lists.QUOTIENTS and _divides_by_number(call):
+    divisor = call.args[1] if len(call.args) > 1 else None
+    if call.op.name in op_lists.QUOTIENTS and isinstance(divisor, _NUMBERS):
         # It is a product with the reciprocal.
         call.is_ruled = False
     if call.weights == len(call.tensors) and not call.has_wide:
@@ -407,10 +405,6 @@ def _in_float32(call: Call) -> Any:
     return result
 
 
-def _divides_by_number(call: Call) -> bool:
-    return len(call.args) > 1 and isinstance(call.args[1], _NUMBERS)
-
-
 def _casts_in_each_step() -> bool:
     """Returns whether TensorFlow's kernels compute a recurrent layer's step.
 
@@ -468,7 +462,7 @@ def with_weights(call: Call) -> Any:
     is_product = name in op_lists.NARROW
     is_known = is_product or name in ("add", "subtract", "multiply")
     if place is None or not is_known or _block().in_map:
-        return rounded(call)
+        return tensors.rounded(call.in_float32(), call.dtype)
     # JAX forms gradients by tracers only.
     is_asked = tapes.may_be_asked() and (
         _ON_TENSORFLOW or any(map(context.is_symbolic, call.tensors))
@@ -502,11 +496,6 @@ def _equation(call: Call, place: int) -> str:
     ranks = [*map(_rank, call.tensors)]
     is_rows = call.op.name == "matmul" and place == 1 and ranks[1] == 2
     return op_lists.ROWS if is_rows and ranks[0] != 1 else ""
-
-
-def rounded(call: Call) -> Any:
-    """Computes in float32, and rounds once."""
-    return tensors.rounded(call.in_float32(), call.dtype)
 
 
 def _moved(call: Call) -> Any:

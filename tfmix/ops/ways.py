@@ -108,7 +108,7 @@ def take(call: apply.Call) -> Any:
 # All other ops are computed by `apply`.
 WAYS: dict[str, apply.Way] = {
     **dict.fromkeys(_LOOPS, carry_float32),
-    **dict.fromkeys(("softmax", "sigmoid"), logits.with_logits),
+    **dict.fromkeys(logits.LOSSES.values(), logits.with_logits),
     **dict.fromkeys(("cast", "convert_to_tensor"), apply.cast),
     "dot_product_attention": attention.dot_product_attention,
     "separable_conv": separable_conv,
