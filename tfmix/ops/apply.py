@@ -138,11 +138,9 @@ class Call:
         self.wide: list[Any] = []
         self.multiply: Multiply | None = None
         self.args = tuple([self._see(value, True) for value in self.args])
-        if self.kwargs:
-            self.kwargs = {
-                name: self._see(value, True)
-                for name, value in self.kwargs.items()
-            }
+        self.kwargs = {
+            name: self._see(value, True) for name, value in self.kwargs.items()
+        }
         if not self.dtype:
             return
         notes = [*map(tensors.note, self.wide)]
