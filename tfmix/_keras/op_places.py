@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 
 import keras
 from keras.src import backend, ops
-from keras.src.activations import activations
 
 from tfmix._keras import replacing, version
 
@@ -23,12 +22,6 @@ BACKEND_OPS = getattr(backend, "ops", backend)
 # 3.12 has a second, unused `norm` in `math`.
 _THEMES = ("linalg", "numpy", "nn", "math", "image")
 _PUBLIC = (keras.ops, keras.ops.image)
-# The functions of these modules call other ops of Keras.
-COMPOSED = frozenset(
-    module.__name__
-    for module in [*vars(ops).values(), activations]
-    if inspect.ismodule(module)
-)
 # These make tensors of a dtype from numbers, or return their argument. No other
 # function of that module (loops, branches) takes a dtype.
 CONVERSIONS = ("cast", "convert_to_tensor", "stop_gradient")

@@ -9,7 +9,7 @@ import keras
 from tfmix._keras import layers, variables
 from tfmix.float8 import contraction, product
 from tfmix.ops import apply
-from tfmix.policy import float32_layers
+from tfmix.policy import float32_layers, op_lists
 from tfmix.policy import policy as policies
 
 _CLASSES = (keras.layers.Dense, keras.layers.EinsumDense)
@@ -95,7 +95,7 @@ def gains(depth: int, width: int) -> bool:
 
 def _axes(layer: keras.Layer) -> Any:
     """Returns the axes of a layer's product, `None` for other computations."""
-    equation = getattr(layer, "equation", apply.ROWS)
+    equation = getattr(layer, "equation", op_lists.ROWS)
     rank = len(equation.split(",")[0].replace("...", ".").replace(" ", ""))
     axes = contraction.of_einsum(equation, (rank, len(layer.kernel.shape)))
     return None if axes is None or axes.batch else axes

@@ -27,7 +27,7 @@ from jax.interpreters import ad, batching, mlir
 
 from tfmix._keras import context, kernels, tapes
 from tfmix.gradient_scaling import power
-from tfmix.ops import jax_products, tensors
+from tfmix.ops import tensors
 
 # The factor that second derivatives are divided by where they leave. A passing
 # gradient lies in the upper half of float16's range: if it belongs to a penalty
@@ -83,7 +83,7 @@ class Gates:
 
     def _pass(self, how: "_Gate", arrays: Sequence) -> tuple:
         # JAX sums the gradients of what `shard_map` shares outside of here.
-        given = jax_products.varying_alike([self._token, *arrays])
+        given = _varying_alike([self._token, *arrays])
         passed: tuple
         passed, self._token = _pass(given[1:], given[0], self._place, how)
         return passed
@@ -332,6 +332,32 @@ def _is_float(value: Any) -> bool:
 
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, tensors.ARRAYS) and _is_float(leaf)
+
+
+def _varying_alike(values: Sequence) -> tuple:
+    """Makes all arrays vary over every `shard_map` axis that one varies over.
+
+    JAX then sums the gradients of the others. In a function with a custom
+    gradient it leaves that to the author.
+    """
+    by_value = [(value, _varying_axes(value)) for value in values]
+    every = frozenset().union(*(axes for _, axes in by_value))
+    return tuple(
+        value
+        if axes == every
+        else lax.pcast(value, tuple(every - axes), to="varying")
+        for value, axes in by_value
+    )
+
+
+def _varying_axes(value: Any) -> frozenset[str]:
+    kind = jax.typeof(value)
+    # JAX before 0.10 calls it `vma`.
+    axes = getattr(kind, "manual_axis_type", None)
+    varying: frozenset[str] = (
+        getattr(kind, "vma", frozenset()) if axes is None else axes.varying
+    )
+    return varying
 
 
 def _times(factor: Any, arrays: Sequence, lost: Any = None) -> list:

@@ -289,7 +289,7 @@ def _floats(value: Any) -> list:
     # Most are weights. What is attached to an array is reached as it is.
     kind: Any = type(value)
     if keras_variables.derives(kind, tensors.ARRAYS):
-        return [value] if tensors.is_float_type(value.dtype) else []
+        return [value] if tensors.float_dtype(value) else []
     return tensors.floats(value)[0]
 
 

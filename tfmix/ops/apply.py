@@ -16,7 +16,7 @@ import inspect
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -38,8 +38,6 @@ else:
 
     products = jax_products
 
-# The sum of so few terms is exact to some units of a 16-bit last place.
-_FEW = 64
 _NUMBERS = (int, float, np.integer, np.floating)
 # A union of types is made anew wherever it is written.
 _NESTS, _ARRAYS = (list, tuple, dict), (np.generic, np.ndarray)
@@ -52,8 +50,6 @@ CHOSEN = "_tfmix_chosen_product"
 # Takes a 16-bit tensor, the float32 weight and the equation of their product;
 # returns that in the dtype of the tensor, or `None` if it does not support it.
 Multiply = Callable[[Any, Any, str], Any]
-# The einsum that multiplies rows by a matrix, as `Dense` does.
-ROWS = "...x,xy->...y"
 
 
 class _Local(threading.local):
@@ -72,17 +68,15 @@ class Function:
         original: The function.
         name: The name of the op.
         is_reversed: Whether it takes its second factor first.
-        is_composed: Whether it calls other ops, which compute as usual.
+        is_composed: Whether it runs a function of its caller, whose ops compute
+            as usual.
         dtype_at: The position of its `dtype` argument, `None` without one.
     """
 
     def __init__(self, original: Callable, name: str, is_reversed: bool):
         self.original, self.name = original, name
         self.is_reversed = is_reversed
-        self.is_composed = (
-            original.__name__ in op_places.WITH_FUNCTIONS
-            or original.__module__ in op_places.COMPOSED
-        )
+        self.is_composed = original.__name__ in op_places.WITH_FUNCTIONS
         # `inspect.signature` takes 20 times as long, for hundreds of ops.
         code = getattr(inspect.unwrap(original), "__code__", None)
         count = code.co_argcount + code.co_kwonlyargcount if code else 0
@@ -144,11 +138,9 @@ class Call:
         self.wide: list[Any] = []
         self.multiply: Multiply | None = None
         self.args = tuple(map(self._see, self.args, itertools.repeat(True)))
-        if self.kwargs:
-            self.kwargs = {
-                name: self._see(value, True)
-                for name, value in self.kwargs.items()
-            }
+        self.kwargs = {
+            name: self._see(value, True) for name, value in self.kwargs.items()
+        }
         if not self.dtype:
             return
         if self.wide:
@@ -174,8 +166,9 @@ class Call:
             return value
         if isinstance(value, _NESTS):
             # Most of them are shapes and axes.
-            if isinstance(value, list | tuple) and _is_setting(value):
-                return value
+            if not isinstance(value, dict):
+                if _SETTINGS.issuperset(map(type, value)):
+                    return value
             return tensors.map_leaves(value, self._see)
         if keras_variables.derives(kind, keras.Variable):
             # A layer's variables of other dtypes are handed on as they came.
@@ -255,10 +248,6 @@ class Call:
         return 0 if first is not None and first.is_weight else 1
 
 
-def _is_setting(values: Iterable) -> bool:
-    return _SETTINGS.issuperset(map(type, values))
-
-
 def _is_number(value: Any) -> bool:
     if isinstance(value, np.ndarray):
         return value.shape == () and value.dtype.kind in "iuf"
@@ -316,7 +305,8 @@ def decide(call: Call) -> Any:
         return _made(call)
     if call.is_sparse:
         return call.plain()
-    if call.op.name in op_lists.QUOTIENTS and _divides_by_number(call):
+    divisor = call.args[1] if len(call.args) > 1 else None
+    if call.op.name in op_lists.QUOTIENTS and isinstance(divisor, _NUMBERS):
         # It is a product with the reciprocal.
         call.is_ruled = False
     if call.weights == len(call.tensors) and not call.has_wide:
@@ -339,8 +329,6 @@ def decide(call: Call) -> Any:
         return _moved(call)
     if call.weights:
         return with_weights(call)
-    if _is_often_repeated(call):
-        return rounded(call)
     return call.plain()
 
 
@@ -419,10 +407,6 @@ def _in_float32(call: Call) -> Any:
     return result
 
 
-def _divides_by_number(call: Call) -> bool:
-    return len(call.args) > 1 and isinstance(call.args[1], _NUMBERS)
-
-
 def _casts_in_each_step() -> bool:
     """Returns whether TensorFlow's kernels compute a recurrent layer's step.
 
@@ -480,7 +464,7 @@ def with_weights(call: Call) -> Any:
     is_product = name in op_lists.NARROW
     is_known = is_product or name in ("add", "subtract", "multiply")
     if place is None or not is_known or _block().in_map:
-        return rounded(call)
+        return tensors.rounded(call.in_float32(), call.dtype)
     # JAX forms gradients by tracers only.
     is_asked = tapes.may_be_asked() and (
         _ON_TENSORFLOW or any(map(context.is_symbolic, call.tensors))
@@ -500,7 +484,7 @@ def with_weights(call: Call) -> Any:
     if name in op_lists.CONVOLUTIONS:
         return products.convolved(*factors)
     if is_product:
-        return products.contracted(*factors, equation == ROWS)
+        return products.contracted(*factors, equation)
     if name == "multiply":
         return products.multiplied(*factors)
     second = -1 if name == "subtract" else 1
@@ -513,13 +497,9 @@ def _equation(call: Call, place: int) -> str:
     first = call.args[0] if call.args else None
     if call.op.name == "einsum" and isinstance(first, str):
         return first if place == 1 else ""
-    is_matrix = place == 1 and _rank(call.tensors[1]) == 2
-    return ROWS if is_matrix and call.op.name == "matmul" else ""
-
-
-def rounded(call: Call) -> Any:
-    """Computes in float32, and rounds once."""
-    return tensors.rounded(call.in_float32(), call.dtype)
+    ranks = [*map(_rank, call.tensors)]
+    is_rows = call.op.name == "matmul" and place == 1 and ranks[1] == 2
+    return op_lists.ROWS if is_rows and ranks[0] != 1 else ""
 
 
 def _moved(call: Call) -> Any:
@@ -542,22 +522,17 @@ def _made(call: Call) -> Any:
         return call.plain()
     if name == "arange":
         # TensorFlow's graphs count in float32 only.
-        result = call.in_float32()
-        is_beyond = _counts_beyond(call, dtype)
-        return result if is_beyond else tensors.rounded(result, dtype)
+        result, counts = call.in_float32(), [*call.args, *call.kwargs.values()]
+        exact_up_to = 2 / _formats.LIMITS[dtype].epsilon
+        # What is no number, but a tensor, may be any number.
+        is_exact = all(
+            isinstance(x, str | None) or _is_number(x) and abs(x) <= exact_up_to
+            for x in counts
+        )
+        return tensors.rounded(result, dtype) if is_exact else result
     if name in op_lists.TAKES_VALUES and _is_unfit(call.numbers, dtype):
         return call.in_float32()
     return call.plain()
-
-
-def _counts_beyond(call: Call, dtype: str) -> bool:
-    """Returns whether `arange` may reach integers that a format rounds."""
-    given = call.op.by_name(call.args, call.kwargs)
-    exact_up_to = 2 / _formats.LIMITS[dtype].epsilon
-    return not all(
-        end is None or (_is_number(end) and abs(end) <= exact_up_to)
-        for end in (given["start"], given["stop"])
-    )
 
 
 def _is_unfit(numbers: list, dtype: str) -> bool:
@@ -590,31 +565,3 @@ def _rank(tensor: Any) -> int | None:
     """Returns the number of axes, `None` where TensorFlow does not know."""
     shape = tensor.shape
     return None if getattr(shape, "rank", 0) is None else len(shape)
-
-
-def _is_often_repeated(call: Call) -> bool:
-    """Returns whether the gradient of a 16-bit tensor is a 16-bit sum of many.
-
-    TensorFlow's kernels of a CPU sum in 16 bit. XLA and GPUs round the sum.
-    """
-    count, name = len(call.tensors), call.op.name
-    if count < 2 or name in op_lists.JOINS:
-        return False
-    if any(_rank(x) is None for x in call.tensors):
-        return False
-    sizes = [size(x.shape) for x in call.tensors]
-    if not is_often(min(sizes), max(sizes)):
-        return False
-    if not _ON_TENSORFLOW:
-        return name in ("add", "subtract") and count == 2
-    return not (context.by_xla() or context.for_gpu(call.tensors[0]))
-
-
-def size(shape: Any) -> int:
-    """Returns the size of a tensor; an axis of unknown length is long."""
-    return math.prod(n if isinstance(n, int) else _FEW + 1 for n in shape)
-
-
-def is_often(few: int, many: int) -> bool:
-    """Returns whether 16 bit loses digits of sums over `many / few` terms."""
-    return many > _FEW * few

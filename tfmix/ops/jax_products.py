@@ -8,7 +8,7 @@ as a linear function of a float32 tangent, and finds the transpose itself. So
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ Linear = Callable[[Any, Any, Any], Any]
 
 
 def contracted(
-    function: Function, inputs: Any, weight: Any, copy: Any, by_rows: bool
+    function: Function, inputs: Any, weight: Any, copy: Any, equation: str
 ) -> Any:
     """Computes a product of matrices.
 
@@ -42,7 +42,7 @@ def contracted(
     bytes, so that is computed like a convolution. bfloat16 has float32's range,
     so its result is only rounded once and then widened.
     """
-    del by_rows
+    del equation
     if inputs.dtype != jnp.float16 or context.block.get().in_loop:
         return convolved(function, inputs, weight, copy)
 
@@ -159,29 +159,3 @@ def _with_gradient(
         return value, functools.reduce(jnp.add, changes)
 
     return result(inputs, weight)
-
-
-def varying_alike(values: Iterable) -> tuple:
-    """Makes all arrays vary over every `shard_map` axis that one varies over.
-
-    JAX then sums the gradients of the others. In a function with a custom
-    gradient it leaves that to the author.
-    """
-    by_value = [(value, _varying_axes(value)) for value in values]
-    every = frozenset().union(*(axes for _, axes in by_value))
-    return tuple(
-        value
-        if axes == every
-        else lax.pcast(value, tuple(every - axes), to="varying")
-        for value, axes in by_value
-    )
-
-
-def _varying_axes(value: Any) -> frozenset[str]:
-    kind = jax.typeof(value)
-    # JAX before 0.10 calls it `vma`.
-    axes = getattr(kind, "manual_axis_type", None)
-    varying: frozenset[str] = (
-        getattr(kind, "vma", frozenset()) if axes is None else axes.varying
-    )
-    return varying

@@ -1,9 +1,8 @@
-"""Makes losses use the logits behind a softmax, also on JAX and in 16 bit.
+"""Makes losses use the logits behind a softmax on JAX, too.
 
-On TensorFlow, Keras attaches the logits to the probabilities, but a rule that
-computes these in float32 would lose them. On JAX, Keras attaches none: a sample
-wrong by more than 16 has loss 16.118 and gradient 0, even in float32. So the
-ops note their inputs, whichever layer calls them.
+On TensorFlow, Keras attaches the logits to the probabilities. On JAX it
+attaches none: a sample wrong by more than 16 has loss 16.118 and gradient 0,
+even in float32. So the ops note their inputs, whichever layer calls them.
 """
 
 import functools
@@ -14,11 +13,10 @@ import keras
 
 from tfmix.ops import apply, tensors
 
-_ON_JAX = keras.backend.backend() == "jax"
 # Losses of `keras.ops` with `from_logits`, and the activation that they invert.
 # On TensorFlow, Keras's own losses also look for a note.
 LOSSES: dict[str, str] = {}
-if _ON_JAX:
+if keras.backend.backend() == "jax":
     LOSSES = {
         "categorical_crossentropy": "softmax",
         "sparse_categorical_crossentropy": "softmax",
@@ -31,12 +29,9 @@ def with_logits(call: apply.Call) -> Any:
     args, kwargs = call.args, call.kwargs
     x = args[0] if args else kwargs["x"]
     result = apply.apply(call)
-    if _ON_JAX:
-        axis = {k: v for k, v in kwargs.items() if k == "axis"}
-        note = {_key(call.op.original.__name__, result, **axis): x}
-        tensors.put_note(result, tensors.LOGITS, note)
-    else:
-        tensors.put_note(result, tensors.LOGITS_OF_KERAS, x)
+    axis = {k: v for k, v in kwargs.items() if k == "axis"}
+    note = {_key(call.op.original.__name__, result, **axis): x}
+    tensors.put_note(result, tensors.LOGITS, note)
     return result
 
 

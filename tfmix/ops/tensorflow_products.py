@@ -13,6 +13,7 @@ in float32. There are two exceptions:
 
 import functools
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ import tensorflow as tf
 
 from tfmix._keras import context, kernels, tapes
 from tfmix.ops import tensors
+from tfmix.policy import op_lists
 
 # Computes a result from a tensor and a weight of the same dtype.
 Function = Callable[[Any, Any], Any]
@@ -37,14 +39,11 @@ _wide = functools.partial(tensors.cast, dtype=tf.float32)
 
 
 def contracted(
-    function: Function, inputs: Any, weight: Any, copy: Any, by_rows: bool
+    function: Function, inputs: Any, weight: Any, copy: Any, equation: str
 ) -> Any:
-    """Computes a product of matrices.
-
-    `by_rows` says that the weight is a matrix, which each row is multiplied by.
-    """
-    if not by_rows:
-        return _product(function, inputs, weight, copy, 0)
+    """Computes a product of matrices: the einsum `equation`, "" if unknown."""
+    if equation != op_lists.ROWS:
+        return _product(function, inputs, weight, copy, equation)
     in_loop = context.block.get().in_loop
 
     def of_weight(inputs: Any, upstream: Any, narrow: Any) -> Any:
@@ -74,26 +73,41 @@ def convolved(function: Function, inputs: Any, weight: Any, copy: Any) -> Any:
     # XLA divides in the kernel that computes the incoming gradient. The inputs
     # were computed long before.
     divided = int(context.by_xla())
-    return _product(function, inputs, weight, copy, divided)
+    return _product(function, inputs, weight, copy, divided=divided)
 
 
 def _product(
-    function: Function, inputs: Any, weight: Any, copy: Any, divided: int
+    function: Function,
+    inputs: Any,
+    weight: Any,
+    copy: Any,
+    equation: str = "",
+    divided: int = 0,
 ) -> Any:
     """Computes a product; float16 divides the factor `divided` (`_summed`)."""
+    sides = re.fullmatch(r"(\w+),(\w+)->(\w+)", equation.replace(" ", ""))
 
     def multiplied(inputs: Any, upstream: Any, narrow: Any) -> Any:
-        return _pulled(lambda w: function(inputs, w), narrow, upstream)
+        if sides is None or len({*sides[2]}) < len(sides[2]):
+            return _pulled(lambda w: function(inputs, w), narrow, upstream)
+        # The gradients of what Keras makes of an einsum move more bytes.
+        swapped = f"{sides[1]},{sides[3]}->{sides[2]}"
+        return tf.raw_ops.Einsum(inputs=[inputs, upstream], equation=swapped)
 
     def of_weight(inputs: Any, upstream: Any, narrow: Any) -> Any:
         factors = [inputs, upstream, narrow]
-        sizes = [*map(_size, factors)]
-        # This is so if each number of the weight is in as many products as each
-        # number of both other factors.
-        count = (sizes[0] * sizes[1] / sizes[2]) ** 0.5
-        return _summed(multiplied, factors, count, divided=divided)
+        return _summed(multiplied, factors, _count(*factors), divided=divided)
 
     return _with_gradient(function, inputs, weight, copy, of_weight)
+
+
+def _count(inputs: Any, upstream: Any, weight: Any) -> Any:
+    """Returns how many products each number of a weight's gradient sums.
+
+    It is this many if each number of the weight is in as many products as each
+    number of both other factors.
+    """
+    return (_size(inputs) * _size(upstream) / _size(weight)) ** 0.5
 
 
 def _size(tensor: Any) -> Any:

@@ -316,24 +316,19 @@ def floats(nest: Any) -> tuple[list, Callable[[list], Any]]:
 
     It also returns the function that puts others in their place.
     """
+    found: list = []
+
+    def noted(array: Any) -> Any:
+        if float_dtype(array):
+            found.append(array)
+        return array
 
     def rebuilt(values: list) -> Any:
         new = iter(values)
-        return _rebuilt(nest, lambda x: next(new) if _is_float(x) else x)
-
-    return list(filter(_is_float, _arrays(nest))), rebuilt
-
-
-def _arrays(nest: Any) -> list:
-    """Lists the arrays of a nest, and what is attached to each."""
-    arrays: list = []
-
-    def noted(array: Any) -> Any:
-        arrays.append(array)
-        return array
+        return _rebuilt(nest, lambda x: next(new) if float_dtype(x) else x)
 
     _rebuilt(nest, noted)
-    return arrays
+    return found, rebuilt
 
 
 def _rebuilt(nest: Any, function: Callable[[Any], Any]) -> Any:
@@ -358,16 +353,3 @@ def _rebuilt_leaf(function: Callable[[Any], Any], leaf: Any) -> Any:
 def _is_array(value: Any) -> bool:
     kind: Any = type(value)
     return keras_variables.derives(kind, ARRAYS)
-
-
-@functools.cache
-def is_float_type(dtype: Any) -> bool:
-    """Returns whether a dtype of an array is one of real or complex floats."""
-    if _ON_TENSORFLOW:
-        # Keras refuses the dtypes of handles.
-        return bool(dtype.is_floating or dtype.is_complex)
-    return bool(jax.numpy.issubdtype(dtype, jax.numpy.inexact))
-
-
-def _is_float(array: Any) -> bool:
-    return is_float_type(array.dtype)

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import numpy as np
 
 from tfmix._keras import context
 from tfmix._keras import variables as keras_variables
@@ -47,11 +46,7 @@ def carry_float32(call: apply.Call) -> Any:
 
 
 def _wide(nest: Any) -> Any:
-    return tensors.map_leaves(nest, _float32)
-
-
-def _float32(value: Any) -> Any:
-    return tensors.to_float32(tensors.snapshot(value))
+    return tensors.map_leaves(nest, tensors.to_float32)
 
 
 def vectorized_map(call: apply.Call) -> Any:
@@ -99,7 +94,6 @@ def take(call: apply.Call) -> Any:
     else:
         weight = tensors.weight_of(table)
         if weight is None or not tensors.is_16_bit(table):
-            call.is_ruled = call.is_ruled or _takes_often(call)
             return apply.apply(call)
         dtype = tensors.float_dtype(table)
         rows = call.op.run((weight, *call.args[1:]), call.kwargs)
@@ -111,19 +105,10 @@ def take(call: apply.Call) -> Any:
     return narrowed
 
 
-def _takes_often(call: apply.Call) -> bool:
-    """Returns whether the gradient of a row is a sum of many."""
-    given = call.op.by_name(call.args, call.kwargs)
-    sizes, axis = given["x"].shape, given["axis"]
-    rows = sizes if axis is None else sizes[axis : axis + 1 or None]
-    indices = np.shape(given["indices"])
-    return apply.is_often(apply.size(rows), apply.size(indices))
-
-
 # All other ops are computed by `apply`.
 WAYS: dict[str, apply.Way] = {
     **dict.fromkeys(_LOOPS, carry_float32),
-    **dict.fromkeys(("softmax", "sigmoid"), logits.with_logits),
+    **dict.fromkeys(logits.LOSSES.values(), logits.with_logits),
     **dict.fromkeys(("cast", "convert_to_tensor"), apply.cast),
     "dot_product_attention": attention.dot_product_attention,
     "separable_conv": separable_conv,

@@ -80,6 +80,8 @@ TAKES_VALUES = frozenset(
     )
 )
 QUOTIENTS = frozenset(("divide", "true_divide"))
+# The einsum that multiplies rows by a matrix, as `Dense` does.
+ROWS = "...x,xy->...y"
 CONVOLUTIONS = frozenset(("conv", "depthwise_conv", "conv_transpose"))
 # These place tensors beside each other. The gradient of one is a part of the
 # result's.
