@@ -38,6 +38,8 @@ else:
 
     products = jax_products
 
+# The sum of so few terms is exact to some units of a 16-bit last place.
+_FEW = 64
 _NUMBERS = (int, float, np.integer, np.floating)
 # A union of types is made anew wherever it is written.
 _NESTS, _ARRAYS = (list, tuple, dict), (np.generic, np.ndarray)
@@ -329,6 +331,8 @@ def decide(call: Call) -> Any:
         return _moved(call)
     if call.weights:
         return with_weights(call)
+    if _is_often_repeated(call):
+        return tensors.rounded(call.in_float32(), call.dtype)
     return call.plain()
 
 
@@ -565,3 +569,21 @@ def _rank(tensor: Any) -> int | None:
     """Returns the number of axes, `None` where TensorFlow does not know."""
     shape = tensor.shape
     return None if getattr(shape, "rank", 0) is None else len(shape)
+
+
+def _is_often_repeated(call: Call) -> bool:
+    """Returns whether the gradient of a 16-bit tensor is a 16-bit sum of many.
+
+    TensorFlow's kernels of a CPU sum in 16 bit, as for the gate of a
+    squeeze-and-excite block. XLA and GPUs round the sum.
+    """
+    if not _ON_TENSORFLOW or len(call.tensors) < 2:
+        return False
+    if call.op.name in op_lists.JOINS or None in map(_rank, call.tensors):
+        return False
+    # An axis of unknown length is long.
+    sizes = [math.prod(n or _FEW + 1 for n in x.shape) for x in call.tensors]
+    is_often = max(sizes) > _FEW * min(sizes)
+    return is_often and not (
+        context.by_xla() or context.for_gpu(call.tensors[0])
+    )
