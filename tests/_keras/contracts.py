@@ -266,8 +266,6 @@ ELSEWHERE = {
     "_trace",
     # These are the operators: `ops/test_finite_constants.py`.
     "jax._src.array.ArrayImpl.*",
-    # Classes of activations work in `static_call`: `policy/test_op_lists.py`.
-    "keras.src.activations.activations",
 }
 
 

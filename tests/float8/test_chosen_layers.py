@@ -242,7 +242,7 @@ def test_bad_arguments_are_refused():
         tfmix.Policy("mixed_float16", float8_layers=["Dense"])
     with pytest.raises(TypeError, match="`float8_layers` must be a list"):
         tfmix.Policy("mixed_float8", float8_layers="Dense")
-    with pytest.raises(ValueError, match="Did you mean 'mixed_float8'"):
+    with pytest.raises(ValueError, match="must be one of"):
         tfmix.Policy("fp8")
 
 

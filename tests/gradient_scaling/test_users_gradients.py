@@ -123,6 +123,23 @@ def assert_close(right, found, within):
 
 
 @pytest.mark.parametrize("policy", WITHIN)
+@pytest.mark.parametrize("decorated", DECORATED)
+def test_what_a_function_got_may_be_used_beside_it(decorated, policy):
+    # A quotient is float32 under the policy, and the tensor's other gradient
+    # has 16 bit, as in a quantized layer with LoRA.
+    function = decorated(ops.copy, lambda g: ops.divide(g, 1.0 + g * g))
+
+    def both(x):
+        return function(x) + ops.relu(x)
+
+    right, found = (
+        found_by(network(each, both), steps.MODES[1])
+        for each in ("float32", policy)
+    )
+    assert_close(right, found, WITHIN[policy])
+
+
+@pytest.mark.parametrize("policy", WITHIN)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("decorated", DECORATED)
 @pytest.mark.parametrize("name", GRADIENTS)

@@ -126,6 +126,8 @@ def of_users(original: Callable) -> Callable:
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         run = functools.partial(original, self)
+        if context.active_rules():
+            args = jax.tree.map(_narrowing_gradient, args)
         gates = context.block.get().gates
         if gates is None or tapes.is_linear(tapes.users_function(self)):
             return run(*args, **kwargs)
@@ -137,6 +139,18 @@ def of_users(original: Callable) -> Callable:
             return run(*args, **kwargs)
 
     return call
+
+
+def _narrowing_gradient(value: Any) -> Any:
+    """Returns a value whose gradient gets its dtype; XLA removes both casts.
+
+    A wide op of the user's makes it float32, and JAX adds gradients of one
+    value in one dtype.
+    """
+    if not tensors.is_16_bit(value):
+        return value
+    wide = jax.lax.convert_element_type(value, "float32")
+    return jax.lax.convert_element_type(wide, value.dtype)
 
 
 class _Gate(NamedTuple):

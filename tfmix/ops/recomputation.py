@@ -17,6 +17,7 @@ from typing import Any
 
 import keras
 
+from tfmix._formats import SIXTEEN_BIT
 from tfmix._keras import context, tapes
 from tfmix.ops import tensors
 
@@ -53,7 +54,7 @@ def alike(original: Callable, block_as_now: Callable[[], Block]) -> Callable:
         def function(*args: Any, **kwargs: Any) -> tuple[Any, Callable]:
             with context.holding(gates=within):
                 result, gradient = f(*args, **kwargs)
-                return result, _as_now(gradient, block, unscales)
+                return result, _as_now(gradient, block, unscales, args)
 
         if unscales:
             return _in_float32(original, function, args, kwargs)
@@ -102,7 +103,9 @@ def _times(factor: Any, gradients: Any) -> Any:
     return tf.nest.map_structure(scaled, gradients, expand_composites=True)
 
 
-def _as_now(gradient: Callable, block: Block, unscales: bool) -> Callable:
+def _as_now(
+    gradient: Callable, block: Block, unscales: bool, inputs: Any
+) -> Callable:
     """Returns a function that runs with the settings of the current call.
 
     Args:
@@ -110,8 +113,22 @@ def _as_now(gradient: Callable, block: Block, unscales: bool) -> Callable:
         block: Opens a block with the replacements of the call.
         unscales: Whether the function gets unscaled gradients. It returns the
             user's, which are scaled again.
+        inputs: What it returns gradients of. A wide op makes them float32, and
+            a tape adds those of one input, which share its dtype.
     """
     state, settings = context.call_state(), context.block.get()
+    dtypes = [*map(tensors.float_dtype, tf.nest.flatten(inputs))]
+
+    def narrowed(gradients: Any) -> Any:
+        flat = tf.nest.flatten(gradients)
+        if len(flat) != len(dtypes):
+            return gradients
+        pairs = zip(flat, dtypes, strict=True)
+        narrow = [
+            tensors.narrow(x, dtype) if dtype in SIXTEEN_BIT else x
+            for x, dtype in pairs
+        ]
+        return tf.nest.pack_sequence_as(gradients, narrow)
 
     def run(*upstream: Any, **variables: Any) -> Any:
         now = context.block.get()
@@ -126,6 +143,7 @@ def _as_now(gradient: Callable, block: Block, unscales: bool) -> Callable:
             context.holding(**held),
         ):
             found = gradient(*upstream, **variables)
+        found = (narrowed(found[0]), found[1]) if variables else narrowed(found)
         return found if by is None else _times(by.up, found)
 
     # TensorFlow looks for an argument `variables`. mypy does not know this
