@@ -160,7 +160,8 @@ SIXTEEN_BIT = (
     Kept(
         "masters",
         tfmix.optimizers.MasterWeightOptimizer,
-        _FLOAT8_ROWS,
+        # Under float32 nothing keeps masters of a loaded model.
+        _FLOAT8_ROWS | {"reload-under-float32"},
         "float16",
     ),
     Kept(

@@ -155,18 +155,24 @@ def test_a_saved_run_continues_bit_for_bit(way, policy, tmp_path):
 @pytest.mark.costly
 @TENSORFLOW
 @pytest.mark.parametrize("is_built", [True, False])
+@pytest.mark.parametrize("is_scaled", [True, False])
 @pytest.mark.parametrize("way", sixteen_bit.STATES)
-def test_a_run_continues_from_a_checkpoint_bit_for_bit(way, is_built, tmp_path):
+def test_a_run_continues_from_a_checkpoint_bit_for_bit(
+    way, is_scaled, is_built, tmp_path
+):
     import tensorflow as tf
+
+    def optimizer_of_way():
+        optimizer = sixteen_bit.STATES[way](keras.optimizers.Adam(0.1))
+        if not is_scaled:
+            return optimizer
+        none = tfmix.NoLossScale()
+        return tfmix.LossScaleOptimizer(optimizer, loss_scale=none)
 
     dtype = "bfloat16" if way in WAYS else "float32"
     gradients = sixteen_bit.gradients(4)
     (stored, optimizer), (other, restored) = states = [
-        (
-            sixteen_bit.variables(dtype),
-            sixteen_bit.STATES[way](keras.optimizers.Adam(0.1)),
-        )
-        for _ in range(2)
+        (sixteen_bit.variables(dtype), optimizer_of_way()) for _ in range(2)
     ]
     sixteen_bit.run(optimizer, stored, gradients[:2])
     tf.train.Checkpoint(v=stored, o=optimizer).write(str(tmp_path / "c"))

@@ -248,12 +248,14 @@ class StoredAsInner(_TRACKABLE):
             for name, variable in own.items():
                 file.object_by_proto_id[id(self), name] = variable
         inner = self.inner_optimizer._trackable_children(save_type, **kwargs)
+        # An optimizer of masters is a wrapper, too, and stays what is inside.
+        passed = inner.keys() - {*_AMBIGUOUS, _INNER}
         # TensorFlow restores in this order. What Keras's scaler would take for
         # a variable of its own has to be the inner optimizer's by then.
         return {
             _INNER: self.inner_optimizer,
             **own,
-            **{name: inner[name] for name in inner if name not in _AMBIGUOUS},
+            **{name: inner[name] for name in inner if name in passed},
             "_variables": self._by_position(inner),
         }
 
