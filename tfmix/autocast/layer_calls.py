@@ -35,8 +35,9 @@ _EXACT_UP_TO = {"float16": 2048, "bfloat16": 256}
 
 def attach(layer: keras.Layer) -> None:
     """Makes a layer use exact inputs, and float32 where its code needs it."""
-    if isinstance(layer, keras.Sequential):
-        # Each of its layers casts its own inputs.
+    if isinstance(layer, keras.Sequential | keras.layers.Masking):
+        # Each of its layers casts its own inputs. Other values may round to
+        # the masked one.
         _use_converter(layer, _pass_on)
     # A layer's own `compute_dtype` may need what its constructor sets later.
     elif layer.dtype_policy.compute_dtype == "float32" or isinstance(

@@ -18,7 +18,6 @@ _WIDE_AVERAGE = "averages many values; kept with the other averages"
 _NORMALISED = "the sum of squares leaves float16's range: zeros"
 _RAW = "raw features lose their digits in 16 bit"
 _SOFTMAX = "probabilities lose their small values"
-_MASKED = "other values may round to the masked one"
 _SPECTRUM = "infinite in float16, a TypeError in bfloat16"
 
 # The names of classes that stay in float32, with the reasons for reports.
@@ -38,7 +37,6 @@ DEFAULT_LAYERS: dict[RuleItem, str] = {
     "AveragePooling1D": _AVERAGED,
     "AveragePooling2D": _AVERAGED,
     "AveragePooling3D": _AVERAGED,
-    "Masking": _MASKED,
     "STFTSpectrogram": _SPECTRUM,
     # All preprocessing layers derive from this class, which is `DataLayer` in
     # Keras 3.15 and `TFDataLayer` in 3.12.
