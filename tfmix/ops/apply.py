@@ -229,16 +229,18 @@ class Call:
 
     def of_two(self, first: Any, second: Any) -> Callable:
         """Returns the op as a function of two of its arguments."""
-        run, arguments = self.op.run, (self.args, self.kwargs)
+        run, count, names = self.op.run, len(self.args), [*self.kwargs]
+        given = {**dict(enumerate(self.args)), **self.kwargs}
+        # JAX keeps the function longer than the tensors that it is made for.
+        at = [key for key, value in given.items() if value is first]
+        at += [key for key, value in given.items() if value is second]
+        for key in at:
+            del given[key]
 
         def function(*factors: Any) -> Any:
-            def other(value: Any) -> Any:
-                if value is first:
-                    return factors[0]
-                return factors[1] if value is second else value
-
-            args, kwargs = tensors.map_leaves(arguments, other)
-            return run(args, kwargs)
+            every = {**given, **dict(zip(at, factors, strict=True))}
+            args = tuple([every[n] for n in range(count)])
+            return run(args, {name: every[name] for name in names})
 
         return function
 
