@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from keras import ops
 
+import tfmix
 from tests import helpers, steps
 
 if keras.backend.backend() == "jax":
@@ -188,3 +189,14 @@ def test_no_healthy_step_makes_a_nan_or_an_infinity(mode):
 def test_no_gate_keeps_what_jax_traced():
     with jax.checking_leaks():
         jax.jit(lambda: penalty_times_1e3(result_of("float16")))()
+
+
+def test_no_product_keeps_what_jax_traced():
+    with tfmix.policy_scope("mixed_float16"):
+        model = keras.Sequential([keras.layers.Dense(2), keras.layers.Dense(1)])
+    model.build(X.shape)
+    weights = [variable.value for variable in model.trainable_variables]
+    with jax.checking_leaks():
+        jax.jit(jax.grad(lambda w: ops.sum(model.stateless_call(w, [], X)[0])))(
+            weights
+        )
