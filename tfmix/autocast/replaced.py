@@ -119,7 +119,7 @@ LIST = (
         OPS,
         "A variable's 16-bit copy knows its float32 source.",
         [keras_variables.AUTOCAST],
-        tensors.noting_weights,
+        apply.noting_weights,
     ),
     Replaced(
         OPS,

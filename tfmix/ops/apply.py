@@ -398,6 +398,29 @@ def assigning(original: Callable, exactly: Callable) -> Callable:
     return assign
 
 
+def noting_weights(original: Callable) -> Callable:
+    """Returns what casts a variable for a layer that reads it.
+
+    The 16-bit copy knows the float32 tensor that the variable is read as.
+    """
+
+    @functools.wraps(original)
+    def maybe_cast(self: Any, value: Any) -> Any:
+        kind: Any = type(value)
+        if (
+            self.dtype not in _formats.SIXTEEN_BIT
+            or tensors.known_dtype(kind, value.dtype) != "float32"
+            # Copies of symbols get no notes, so that ops leave them to Keras.
+            or context.on_shapes_only()
+        ):
+            return original(self, value)
+        # The variable is read once, as the tensor that is then copied.
+        weight = value.value() if hasattr(value, "read_value") else value
+        return tensors.weight_copy(weight, tensors.cast(weight, self.dtype))
+
+    return maybe_cast
+
+
 def _in_float32(call: Call) -> Any:
     """Computes in float32; what is 16 bit by list or by wish is rounded."""
     result, wanted = call.in_float32(), call.wanted()

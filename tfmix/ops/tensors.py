@@ -205,29 +205,6 @@ def weight_of(tensor: Any) -> Any:
     return tensor if noted.source is None else noted.source
 
 
-def noting_weights(original: Callable) -> Callable:
-    """Returns what casts a variable for a layer that reads it.
-
-    The 16-bit copy knows the float32 tensor that the variable is read as.
-    """
-
-    @functools.wraps(original)
-    def maybe_cast(self: Any, value: Any) -> Any:
-        kind: Any = type(value)
-        if (
-            self.dtype not in _formats.SIXTEEN_BIT
-            or known_dtype(kind, value.dtype) != "float32"
-            # Copies of symbols get no notes, so that ops leave them to Keras.
-            or context.on_shapes_only()
-        ):
-            return original(self, value)
-        # The variable is read once, as the tensor that is then copied.
-        weight = value.value() if hasattr(value, "read_value") else value
-        return weight_copy(weight, cast(weight, self.dtype))
-
-    return maybe_cast
-
-
 def watching(original: Callable) -> Callable:
     """Returns the method by which a tape watches a tensor.
 
