@@ -74,6 +74,7 @@ OWNED = {
     f"{COMMON}.variables.AutocastScope": "maybe_cast",
     f"{COMMON}.variables.Variable": "assign",
     "keras.src.backend": "compute_output_spec ops",
+    "keras.src.backend.random": "dropout",
     f"{CORE_OWNER}.core": "cast convert_to_tensor",
     "keras.src.models.functional.Functional": "call _run_through_graph "
     "operations",

@@ -191,3 +191,14 @@ def test_an_op_without_a_16_bit_kernel_is_a_node_of_a_model(name, policy):
         model = keras.Model(inputs, op(dense(inputs)))
         results.append(helpers.to_numpy(model(np.eye(8) + 0.25)))
     np.testing.assert_allclose(*results, atol=1e-2)
+
+
+# TensorFlow draws in the dtype of the inputs: 128 numbers in bfloat16.
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("rate", [0.3, 0.01])
+def test_dropout_keeps_the_mean(rate, policy):
+    with tfmix.policy_scope(policy):
+        dropout = keras.layers.Dropout(rate, seed=1)
+        found = dropout(np.ones((1000, 1000), "float32"), training=True)
+        mean = ops.mean(ops.cast(found, "float32"))
+    assert abs(float(mean) - 1.0) < 0.003

@@ -52,6 +52,9 @@ ATTENTION_METHODS: tuple[replacing.Place, ...] = tuple(
 )
 
 
+# Every dropout calls this function.
+DROPOUT: replacing.Place = (backend.random, "dropout")
+
 # The ops that operators compute. Those of two factors also exist in reverse.
 _OF_TWO = {
     "add": "add",

@@ -83,6 +83,12 @@ if keras.backend.backend() == "tensorflow":
             tapes.TRACE,
             tapes.traced_for_gradients,
         ),
+        Replaced(
+            OPS,
+            "Dropout makes up for just what it drops.",
+            [op_places.DROPOUT],
+            replacing.lazily(ways.unbiased_dropout),
+        ),
     )
 else:
     from tfmix.gradient_scaling import gates_jax

@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 
+from tfmix import _formats
 from tfmix._keras import context
 from tfmix._keras import variables as keras_variables
 from tfmix.ops import apply, attention, logits, tensors
@@ -103,6 +104,26 @@ def take(call: apply.Call) -> Any:
         # Each row of the map may take the same ones.
         tensors.weight_copy(rows, narrowed)
     return narrowed
+
+
+def unbiased_dropout(original: Callable) -> Callable:
+    """Returns TensorFlow's dropout, which makes up for just what it drops.
+
+    It draws random numbers in the dtype of its inputs, which holds few between
+    0 and 1: at a rate of 0.3 in bfloat16 it dropped 0.305 and multiplied by
+    1 / 0.7. The rate becomes the nearest that the format can draw.
+    """
+
+    @functools.wraps(original)
+    def dropout(inputs: Any, rate: Any, *args: Any, **kwargs: Any) -> Any:
+        dtype = tensors.float_dtype(inputs)
+        is_rate = isinstance(rate, float) and 0.0 < rate < 1.0
+        if is_rate and dtype in _formats.SIXTEEN_BIT and context.active_rules():
+            step = _formats.LIMITS[dtype].epsilon
+            rate = min(max(round(rate / step) * step, step), 1.0 - step)
+        return original(inputs, rate, *args, **kwargs)
+
+    return dropout
 
 
 # All other ops are computed by `apply`.
