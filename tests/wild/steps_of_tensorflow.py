@@ -72,16 +72,6 @@ class Physics(Trained):
         return tf.reduce_mean((u - y) ** 2) + 0.1 * residual
 
 
-class Siamese(Trained):
-    """A siamese net with a user's own triplet loss."""
-
-    def loss_of(self, x):
-        noise = tf.random.normal(tf.shape(x), stddev=0.1)
-        a, p, n = self(x), self(x + noise), self(tf.roll(x, 1, 0))
-        near, far = (tf.reduce_sum((a - b) ** 2, -1) for b in (p, n))
-        return tf.reduce_mean(tf.maximum(near - far + tf.ones_like(near), 0.0))
-
-
 class Masked(Trained):
     """Masked autoencoding: single layers are called in the step."""
 
@@ -159,5 +149,4 @@ SCRIPTS = {
     "physics_informed": lambda jit: on_targets(jit, Physics(activation="tanh")),
     "plain_layers_in_step": lambda jit: on_inputs(jit, Masked(units=8)),
     "sharpness_aware": lambda jit: on_targets(jit, SharpnessAware()),
-    "siamese_triplet": lambda jit: on_inputs(jit, Siamese(units=4)),
 }

@@ -334,14 +334,6 @@ def rematerialised_layers(call):
     return gradients_of(lambda: error(call(model, X)), model)
 
 
-@form
-def two_models_in_a_row(call):
-    first, second = network(outputs=8), network(inputs=8)
-    return gradients_of(
-        lambda: error(call(second, call(first, X))), first, second
-    )
-
-
 def beside_added_losses(model, factor):
     def loss():
         if ON_JAX:
@@ -573,25 +565,6 @@ def called(model, weights, x, **how):
 
 
 @only_under("jax")
-def a_step_inside_of_each_task(_):
-    model = network()
-    tasks = jnp.reshape(X, (4, 16, 16)), jnp.reshape(Y, (4, 16, 1))
-
-    def loss(weights, x, y):
-        return error(called(model, weights, x), y)
-
-    def after_a_step(weights, x, y):
-        slopes = jax.grad(loss)(weights, x, y)
-        both = zip(weights, slopes, strict=True)
-        return loss([w - 0.1 * s for w, s in both], x, y)
-
-    def of_tasks(weights):
-        return jnp.mean(jax.vmap(after_a_step, (None, 0, 0))(weights, *tasks))
-
-    return of_weights(jax.grad(of_tasks), model)
-
-
-@only_under("jax")
 def sharded_over_a_mesh(_):
     model = network()
     devices = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("batch",))
@@ -660,22 +633,6 @@ def hessian_times_a_vector(_):
         ones = [jnp.ones_like(weight) for weight in weights]
         slope = jax.grad(lambda weights: 1e-6 * error(of(weights, X)))
         return jax.jvp(slope, (weights,), (ones,))[1]
-
-    return of_weights(gradients, model)
-
-
-@only_under("jax")
-def hessian_by_an_input(_):
-    of, along, model = in_training()
-
-    def gradients(weights):
-        def loss(by):
-            return 1e-4 * jnp.mean(of(weights, X + by * along) ** 2)
-
-        return [
-            jax.hessian(loss)(1.0),
-            jax.jvp(jax.grad(jax.grad(loss)), (1.0,), (1.0,))[1],
-        ]
 
     return of_weights(gradients, model)
 
