@@ -173,6 +173,20 @@ class GlobalFilter(layers.Layer):
         return tf.transpose(tf.signal.irfft(f), (0, 2, 1))
 
 
+class SqueezeExcite(layers.Layer):
+    """Squeeze and excite, the last product with a float32 temperature."""
+
+    def __init__(self, filters, **kwargs):
+        super().__init__(**kwargs)
+        self.squeeze = layers.Dense(4, activation="relu")
+        self.excite = layers.Dense(filters, activation="sigmoid")
+
+    def call(self, x):
+        pooled = tf.reduce_mean(x, axis=(1, 2))
+        scale = self.excite(self.squeeze(pooled)) / tf.sqrt(2.0)
+        return x * scale[:, None, None]
+
+
 class Positions(layers.Layer):
     """Sinusoidal positions: a table of constants made in float32."""
 
@@ -184,6 +198,16 @@ class Positions(layers.Layer):
 
     def call(self, x):
         return tf.sqrt(16.0) * x + tf.constant(self.table)
+
+
+class Decay(layers.Layer):
+    """A user's own layer in `TimeDistributed`, on a short series."""
+
+    def call(self, x):
+        return x * tf.exp(-tf.range(16, dtype=tf.float32) / 16.0)
+
+    def compute_output_shape(self, shape):
+        return shape
 
 
 class Block(layers.Layer):
@@ -278,8 +302,17 @@ SCRIPTS = {
     "spectral_filter": lambda jit: tokens(
         jit, embed(), GlobalFilter(), pool(1)
     ),
+    "squeeze_excite": lambda jit: images(
+        jit, conv(), SqueezeExcite(8), pool(2)
+    ),
     "table_of_constants": lambda jit: tokens(
         jit, embed(), Positions(), pool(1)
+    ),
+    "time_distributed": lambda jit: tokens(
+        jit,
+        embed(),
+        layers.TimeDistributed(Decay()),
+        layers.Bidirectional(layers.GRU(8)),
     ),
     "transformer_block": lambda jit: tokens(jit, embed(), Block(16), pool(1)),
     "vector_quantizer": lambda jit: rows(jit, dense(), VectorQuantizer()),
