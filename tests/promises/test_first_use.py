@@ -58,4 +58,5 @@ def test_a_layer_adds_few_equations_to_a_step(policy):
         found.append(np.subtract(sizes(14), sizes(4)))
     theirs, ours = found
     # The check of gradients is written so that it is one kernel on a GPU.
-    assert np.all(ours <= [1.1, 1.13] * theirs)
+    # A product of each weight gradient has a form for each platform.
+    assert np.all(ours <= [1.15, 1.2] * theirs)

@@ -46,18 +46,16 @@ def contracted(
     if inputs.dtype != jnp.float16 or context.block.get().in_loop:
         return convolved(function, inputs, weight, copy)
 
-    def wide(inputs: Any, tangent: Any) -> Any:
-        return function(inputs.astype(tangent.dtype), tangent)
-
     def in_16_bit(inputs: Any, tangent: Any) -> Any:
         with jax.default_matmul_precision("F16_F16_F32"):
-            return wide(inputs, tangent)
+            return function(inputs, tangent)
 
     def linear(inputs: Any, tangent: Any, result: Any) -> Any:
         del result
         # A CPU has no such product.
+        factors = inputs.astype(tangent.dtype), tangent
         change = lax.platform_dependent(
-            inputs, tangent, cpu=wide, default=in_16_bit
+            *factors, cpu=function, default=in_16_bit
         )
         return change.astype(inputs.dtype)
 
