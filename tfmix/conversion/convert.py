@@ -221,8 +221,9 @@ def _change(
     After an error, the model is as it was before.
     """
     before = _optimizer_of(model)
-    with contextlib.ExitStack() as way_back:
+    with contextlib.ExitStack() as way_back, contextlib.ExitStack() as failed:
         way_back.callback(layer_changes.forget_compiled, model)
+        failed.callback(_adopt, model, before)
         for part in optimizers.with_nested(optimizer or before):
             for name in ("inner_optimizer", "loss_scale_factor"):
                 if name in vars(part):
@@ -244,6 +245,7 @@ def _change(
             # Only tfmix's wrapper could skip a step, and it is gone.
             layers.detach(model, layers.GUARD)
         layer_changes.forget_compiled(model)
+        failed.pop_all()
         undone = way_back.pop_all()
 
     def undo() -> None:
