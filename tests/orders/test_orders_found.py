@@ -27,6 +27,13 @@ EVERYWHERE = {
     "the way back to float32 of a model guarded by hand": orders.Order(
         ("guard", "apply:float32"), made="mixed_float16"
     ),
+    # A built optimizer takes no masters, and the model stays as it was.
+    "back to a pure policy": orders.Order(
+        ("copy:bfloat16", "apply:mixed_float16", "apply:bfloat16"),
+        optimizer="sgd",
+        mode="eager",
+        inside=True,
+    ),
     # tfmix did not remove its own wrappers.
     "the way back to float32 from mixed_float16": orders.Order(
         ("apply:float32",), made="mixed_float16"
