@@ -328,7 +328,11 @@ class _Guard:
             )
 
         applied, skipped = outcome
-        known = keras_variables.host_value(skipped)
+        known = (
+            skipped
+            if keras_variables.is_known(skipped)
+            else keras_variables.host_value(skipped)
+        )
         if not step.is_own and known is not None and not known:
             # An eager step that was not skipped is over.
             return logs
