@@ -138,6 +138,8 @@ class Call:
         self.tensors: list[Any] = []
         self.numbers: list[Any] = []
         self.wide: list[Any] = []
+        self.copies: list[tensors.Copy | None] = []
+        self.weights = self.inputs = 0
         self.multiply: Multiply | None = None
         self.args = tuple(map(self._see, self.args, itertools.repeat(True)))
         self.kwargs = {
@@ -150,7 +152,6 @@ class Call:
             self.has_wide = self.has_wide or None in notes
             self.tensors += itertools.compress(self.wide, notes)
         self.copies = [*map(tensors.note, self.tensors)]
-        self.weights = self.inputs = 0
         for copy in filter(None, self.copies):
             if copy.is_weight:
                 self.weights += 1
