@@ -7,8 +7,9 @@ from typing import Any
 
 import keras
 
-# The highest loss scale. XLA flushes the reciprocals of larger numbers to zero.
-HIGHEST = 2.0**126
+# The highest loss scale. XLA multiplies its reciprocal by the learning rate and
+# flushes a product below 2.0**-126 to zero.
+HIGHEST = 2.0**100
 
 
 def number(name: str, value: Any) -> float:
@@ -24,7 +25,7 @@ def positive(name: str, value: Any) -> float:
     value = number(name, value)
     if not 0.0 < value <= HIGHEST:
         raise ValueError(
-            f"`{name}` must be positive and at most 2.0**126, such as 1024.0. "
+            f"`{name}` must be positive and at most 2.0**100, such as 1024.0. "
             f"Received: {name}={value!r}."
         )
     return value

@@ -37,7 +37,7 @@ STEPS = [
     (-np.inf, 0.5, False),
     (np.nan, 2.0, False),
     (5e-46, 2.0, True),
-    *[(2.0**-20, scale, True) for scale in (2.0**-100, 3.0, 2.0**64, 2.0**126)],
+    *[(2.0**-20, scale, True) for scale in (2.0**-100, 3.0, 2.0**64, 2.0**100)],
 ]
 
 

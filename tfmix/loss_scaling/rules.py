@@ -39,7 +39,7 @@ class LossScale(abc.ABC):
     - `update(state, finite)` returns the next state and changes nothing else.
       It has to work on tensors inside a compiled step (`keras.ops.where`
       instead of `if`).
-    - `current(state)` is positive and at most 2**126 for any state, and never
+    - `current(state)` is positive and at most 2**100 for any state, and never
       below `lowest_scale` (0.0; from 1 on, XLA's check is cheaper).
 
     Examples:
@@ -79,7 +79,7 @@ class LossScale(abc.ABC):
     def current(self, state: Any) -> Any:
         """Returns the loss scale to use now, a positive finite scalar.
 
-        If the stored value is unusable (0, negative, above 2**126 or NaN, as
+        If the stored value is unusable (0, negative, above 2**100 or NaN, as
         from the checkpoint of a failed run), it is the initial one.
         """
         stored = state.scale
