@@ -74,12 +74,12 @@ def test_an_epoch_without_a_finite_batch_reports_nothing(mode):
 @EACH_MODE
 def test_an_epoch_without_an_applied_step_does_not_report_a_loss_of_zero(mode):
     # The loss is finite, but not the gradients: the scale is far too high.
-    rule = rules.DynamicLossScale(2.0**120, max_scale=2.0**120)
+    rule = rules.DynamicLossScale(2.0**100, max_scale=2.0**100)
     model = guards.guard(compiled(graph(), mode, rule))
     x, y = data()
-    history = fit(model, (x, y * 1e3))
+    history = fit(model, (x, y * 1e10))
     assert model.optimizer.skipped_steps == 4
-    assert 1e5 < history["loss"][0] < 1e8
+    assert 1e19 < history["loss"][0] < 1e22
     assert history["mae"][0] > 1.0
 
 
