@@ -350,8 +350,14 @@ class _Guard:
             # Without an `apply`, and where only some skip, a batch is only
             # known to be bad if something became NaN. Sums of gradients that it
             # has made NaN stay NaN, so that the later `apply` skips them and
-            # counts that.
-            reported = pairs(self._reported())
+            # counts that. The step may have called layers outside of any model,
+            # whose call would have kept their statistics.
+            of_layers = [
+                variable
+                for layer in self._model.layers
+                for variable in layer.non_trainable_variables
+            ]
+            reported = pairs([*self._reported(), *of_layers])
             shown = ops.logical_or(every_applied, _none_lost(reported))
             finite.restore_unless(shown, reported)
             return self._logs(ops.logical_and(stays, shown), logs)
