@@ -21,7 +21,7 @@ from tfmix._keras import (
 )
 from tfmix.autocast import global_policy, layer_calls
 from tfmix.autocast import record as mixed_model
-from tfmix.conversion import dtype_notes, planned_policies
+from tfmix.conversion import planned_policies
 from tfmix.float8 import chosen_layers
 from tfmix.gradient_scaling import model_call
 from tfmix.loss_scaling import optimizer as scaling
@@ -29,6 +29,7 @@ from tfmix.loss_scaling import rules
 from tfmix.policy import policy as policies
 from tfmix.tools.diagnostics import batch as batches
 from tfmix.tools.diagnostics import (
+    dtype_notes,
     numerics_report,
     passes,
     probe,
