@@ -420,13 +420,9 @@ class Float32View(keras.Variable):
         return optimizers.key(self.stored)
 
 
-@functools.cache
-def derives(kind: Any, other: Any) -> bool:
-    """Returns whether a type derives from another one.
-
-    TensorFlow's tensors and variables take long to check.
-    """
-    return issubclass(kind, other)
+# Whether a type derives from another one. TensorFlow's tensors and variables
+# take long to check.
+derives: Callable[[Any, Any], bool] = functools.cache(issubclass)
 
 
 def backend_variable(variable: Any) -> Any:
@@ -508,10 +504,16 @@ def reader() -> Callable[[keras.Variable], Any]:
     return operator.attrgetter("value")
 
 
-def assign_new(variable: Any, old: Any, new: Any) -> None:
-    """Assigns a value, unless it is known to be the old one."""
-    if not (is_known(new) and np.array_equal(old, new)):
-        variable.assign(new)
+def assign_new(variables: Any, old: Any, new: Any) -> None:
+    """Assigns the values of a nest, except those that are the old ones."""
+    every = map(keras.tree.flatten, (variables, old, new))
+    changed = [
+        (variable, value)
+        for variable, before, value in zip(*every, strict=True)
+        if not (is_known(value) and np.array_equal(before, value))
+    ]
+    for variable, value in changed:
+        variable.assign(value)
 
 
 def value_outside(variable: keras.Variable) -> np.ndarray | None:
