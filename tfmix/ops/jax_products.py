@@ -149,7 +149,14 @@ def _with_gradient(
         value = again(inputs, weight)
         changes = []
         if not isinstance(of_inputs, SymbolicZero):
-            changes.append(again(of_inputs, weight))
+            # JAX transposes this, and forgets `again`: a second derivative by
+            # the weight would be a sum in 16 bit.
+            is_again = context.is_differentiated(weight)
+            changes.append(
+                linear(of_inputs, weight, value)
+                if is_again
+                else again(of_inputs, weight)
+            )
         if not isinstance(of_weight, SymbolicZero):
             changes.append(linear(inputs, of_weight, value))
         if not changes:
