@@ -320,7 +320,7 @@ def decide(call: Call) -> Any:
         if angle is not None:
             return tensors.narrow(call.op.run((angle,), {}), call.dtype)
     if call.inputs and name in op_lists.MOVES:
-        return _moved(call)
+        return _copied(call, call.dtype, is_weight=False)
     if call.weights:
         return with_weights(call)
     if _is_often_repeated(call):
@@ -397,7 +397,8 @@ def noting_weights(original: Callable) -> Callable:
             return original(self, value)
         # The variable is read once, as the tensor that is then copied.
         weight = value.value() if hasattr(value, "read_value") else value
-        return tensors.weight_copy(weight, tensors.cast(weight, self.dtype))
+        copy = tensors.cast(weight, self.dtype)
+        return tensors.noted_copy(weight, copy, is_weight=True)
 
     return maybe_cast
 
@@ -437,16 +438,21 @@ def _of_weights(call: Call) -> Any:
     dtype = call.wanted() or ("float32" if is_wide else call.dtype)
     if call.op.name in op_lists.MOVES and context.in_graph_without_xla():
         # One cast for each weight, not for each of its parts.
-        return keras.tree.map_structure(
-            tensors.weight_copy, call.in_float32(), call.plain()
-        )
+        noted = functools.partial(tensors.noted_copy, is_weight=True)
+        return keras.tree.map_structure(noted, call.in_float32(), call.plain())
+    return _copied(call, dtype, is_weight=True)
 
-    def noted(value: Any) -> Any:
+
+def _copied(call: Call, dtype: str, is_weight: bool) -> Any:
+    """Computes in float32, and returns copies of the result."""
+
+    def copied(value: Any) -> Any:
         if tensors.float_dtype(value) != "float32":
             return value
-        return tensors.weight_copy(value, tensors.narrow(value, dtype))
+        copy = tensors.narrow(value, dtype)
+        return tensors.noted_copy(value, copy, is_weight)
 
-    return tensors.map_leaves(call.in_float32(), noted)
+    return tensors.map_leaves(call.in_float32(), copied)
 
 
 def _narrow(call: Call) -> None:
@@ -456,7 +462,7 @@ def _narrow(call: Call) -> None:
         narrowed = tensors.narrow(value, call.dtype)
         if narrowed is value or tensors.weight_of(value) is None:
             return narrowed
-        return tensors.weight_copy(value, narrowed)
+        return tensors.noted_copy(value, narrowed, is_weight=True)
 
     call.args, call.kwargs = tensors.map_leaves((call.args, call.kwargs), copy)
     call.look()
@@ -511,16 +517,6 @@ def _equation(call: Call, place: int) -> str:
     ranks = [*map(_rank, call.tensors)]
     is_rows = call.op.name == "matmul" and place == 1 and ranks[1] == 2
     return op_lists.ROWS if is_rows and ranks[0] != 1 else ""
-
-
-def _moved(call: Call) -> Any:
-    """Moves an input that was only cast; the result is one again."""
-
-    def noted(value: Any) -> Any:
-        copy = tensors.narrow(value, call.dtype)
-        return tensors.input_copy(value, copy)
-
-    return tensors.map_leaves(call.in_float32(), noted)
 
 
 def _made(call: Call) -> Any:

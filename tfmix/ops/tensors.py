@@ -168,16 +168,12 @@ def copy_notes(
     return target
 
 
-def weight_copy(weight: Any, copy: Any) -> Any:
-    """Notes on a tensor which float32 weight it is a copy of, or itself is."""
-    source = None if copy is weight else weight
-    put_note(copy, COPY, Copy(source, True))
-    return copy
+def noted_copy(source: Any, copy: Any, is_weight: bool) -> Any:
+    """Notes on a tensor what float32 tensor it is a copy of; returns it.
 
-
-def input_copy(source: Any, copy: Any) -> Any:
-    """Notes on a 16-bit tensor what it was before a cast."""
-    put_note(copy, COPY, Copy(source, False))
+    A weight that is float32 itself is noted as one, too.
+    """
+    put_note(copy, COPY, Copy(None if copy is source else source, is_weight))
     return copy
 
 
@@ -219,7 +215,7 @@ def to_float32_with_notes(value: Any) -> Any:
 
 def note_cast(source: Any, converted: Any, tensor: Any) -> None:
     """Notes what a layer has cast, and copies the mask of its source."""
-    input_copy(tensor, converted)
+    noted_copy(tensor, converted, is_weight=False)
     layers.copy_mask(source, converted)  # Keras 3.12 loses it in a cast
 
 

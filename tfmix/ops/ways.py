@@ -96,7 +96,7 @@ def take(call: apply.Call) -> Any:
     narrowed = tensors.narrow(rows, tensors.float_dtype(table))
     if context.block.get().in_map:
         # Each row of the map may take the same ones.
-        tensors.weight_copy(rows, narrowed)
+        tensors.noted_copy(rows, narrowed, is_weight=True)
     return narrowed
 
 
