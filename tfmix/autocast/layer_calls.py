@@ -195,8 +195,10 @@ class _LayerCall:
         self._proven.add(mode)
         # What most layers return is 16 bit as it is.
         if not tensors.is_16_bit(outputs) and self._returns_16_bit():
-            outputs = tensors.to_16_bit_with_notes(
-                outputs, self._layer.compute_dtype
+            dtype = self._layer.compute_dtype
+            outputs = tensors.map_leaves(
+                outputs,
+                lambda x: tensors.copy_notes(x, tensors.narrow(x, dtype)),
             )
         if around == FLOAT32:
             return tensors.map_leaves(outputs, tensors.to_float32_with_notes)

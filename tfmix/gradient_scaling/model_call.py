@@ -159,9 +159,9 @@ def _run_part(part: keras.Function, taken: list, operation_fn: Callable) -> Any:
 def _narrow(tensor: Any, dtype: str) -> Any:
     if tensors.float_dtype(tensor) in ("", "sparse", dtype) or not dtype:
         return tensor
-    narrow = tensors.input_copy(tensor, keras.ops.cast(tensor, dtype))
-    tensors.copy_notes(tensor, narrow)
-    return narrow
+    narrow = keras.ops.cast(tensor, dtype)
+    tensors.noted_copy(tensor, narrow, is_weight=False)
+    return tensors.copy_notes(tensor, narrow)
 
 
 def note_scaling(model: keras.Model, scales: bool) -> None:

@@ -19,6 +19,7 @@ import keras
 
 from tfmix._formats import SIXTEEN_BIT
 from tfmix._keras import context, replacing, tapes
+from tfmix._keras import variables as keras_variables
 from tfmix.ops import tensors
 
 if keras.backend.backend() == "tensorflow":
@@ -65,7 +66,7 @@ def _in_float32(
 
     Its result has the dtypes that it would have.
     """
-    given = tf.nest.map_structure(tensors.snapshot, (args, kwargs))
+    given = tf.nest.map_structure(keras_variables.read_by_layer, (args, kwargs))
     narrow = [x.dtype for x in tf.nest.flatten(given) if tensors.is_16_bit(x)]
     state = context.call_state()
 
