@@ -502,7 +502,8 @@ def reader() -> Callable[[keras.Variable], Any]:
     is_eager = on_tensorflow and tf.executing_eagerly()
     if is_eager and not tf.distribute.has_strategy():
         if context.open_scope() is None:
-            return lambda variable: variable._value.numpy()
+            # Its own `numpy` is an operation more.
+            return lambda variable: variable._value.value().numpy()
     return operator.attrgetter("value")
 
 

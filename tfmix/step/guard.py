@@ -178,17 +178,18 @@ def note_update(variables: Iterable) -> None:
         }
 
 
-def report(applied: Any) -> None:
+def report(applied: Callable[[], Any]) -> None:
     """Reports an `apply` to the step around it, if there is one.
 
     Args:
-        applied: Bool or boolean scalar tensor, whether it changed anything.
+        applied: Returns whether it changed anything: a bool or a boolean scalar
+            tensor.
     """
     if (step := current_step()) is None:
         return
     step.has_reported = True
     if step.counter is not None:
-        step.counter.add(applied)
+        step.counter.add(applied())
 
 
 class Counter:
