@@ -227,13 +227,11 @@ class OwnStep(Own):
 class ByLayers(Own):
     """Only adapts statistics, and calls layers outside of any model."""
 
-    def loss_of(self, x, y):
+    def train_step(self, batch):
+        x, y = batch
         for layer in self.network.layers:
             x = layer(x, training=True)
-        return ops.mean((x - y) ** 2)
-
-    def train_step(self, batch):
-        return self.logs(self.loss_of(*batch))
+        return self.logs(ops.mean((x - y) ** 2))
 
 
 class Averaging(OwnStep):
@@ -260,25 +258,17 @@ class Averaging(OwnStep):
         return self.logs(loss)
 
 
-class OwnName(Own):
-    """Gives `compile` no optimizer."""
-
-    def compiled_as(self, mode):
-        self.compile(**how(mode))
-        self.actor_optimizer = adam()
-
-    def train_step(self, batch):
-        slopes, weights, loss = self.slopes(batch)
-        self.actor_optimizer.apply_gradients(zip(slopes, weights, strict=True))
-        return self.logs(loss)
-
-
-class OwnGiven(OwnName):
+class OwnGiven(Own):
     """Steps the optimizer that it gave to `compile`, like Keras's guides."""
 
     def compiled_as(self, mode):
         self.actor_optimizer = adam()
         self.compile(self.actor_optimizer, **how(mode))
+
+    def train_step(self, batch):
+        slopes, weights, loss = self.slopes(batch)
+        self.actor_optimizer.apply_gradients(zip(slopes, weights, strict=True))
+        return self.logs(loss)
 
 
 class Gan(Own):
@@ -297,9 +287,8 @@ class Gan(Own):
 
     def train_step(self, batch):
         x, y = batch
-        made = self.made_of(x)
         weights = self.network.trainable_variables
-        slopes, _, loss = self.slopes((x - made, y), weights)
+        slopes, _, loss = self.slopes((x - self.made_of(x), y), weights)
         self.d_optimizer.apply(slopes, weights)
         weights = self.generator.trainable_variables
 
@@ -460,7 +449,7 @@ if helpers.ON_JAX:
     own_steps = [OwnStepOnJax]
     in_turns = [ByHandOnJax]
 else:
-    own_steps = [OwnStep, OwnName, OwnGiven, ByLayers, Gan, Averaging]
+    own_steps = [OwnStep, OwnGiven, ByLayers, Gan, Averaging]
     in_turns = [ByHand]
     WAYS["fit of two replicas"] = fit(mirrored)
     WAYS["fit, applied in a branch"] = fit(in_branch)
