@@ -7,7 +7,7 @@ from keras import ops
 
 import tfmix
 from tests import helpers, steps
-from tfmix.loss_scaling.state import counts_of_model
+from tfmix.tools.diagnostics.skip_report import counts_of_model
 
 START = np.ones((3,), "float32")
 LOW = tfmix.optimizers.LowMemoryOptimizer

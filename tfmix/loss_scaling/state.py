@@ -353,16 +353,6 @@ def counts_of(optimizer: keras.optimizers.Optimizer) -> Any:
     return optimizer if is_wrapper else unwrapped.get(optimizer)
 
 
-def counts_of_model(model: keras.Model) -> list[Any]:
-    """Lists the counts of a model's optimizers; a GAN may have several."""
-    found = [
-        counts_of(value)
-        for value in vars(model).values()
-        if isinstance(value, keras.optimizers.Optimizer)
-    ]
-    return [counts for counts in found if counts is not None]
-
-
 def on_host(variable: Any) -> np.ndarray:
     """Returns the value of a variable; refuses a function being compiled."""
     value: np.ndarray | None = keras_variables.host_value(variable)

@@ -45,6 +45,16 @@ class Counted(NamedTuple):
     good_steps: int = 0
 
 
+def counts_of_model(model: keras.Model) -> list[Any]:
+    """Lists the counts of a model's optimizers; a GAN may have several."""
+    found = [
+        state.counts_of(value)
+        for value in vars(model).values()
+        if isinstance(value, keras.optimizers.Optimizer)
+    ]
+    return [counts for counts in found if counts is not None]
+
+
 def steps(optimizer: Any) -> tuple[int, int]:
     """Returns the numbers of applied and skipped steps."""
     applied = keras_variables.host_value(optimizer.applies)
@@ -190,12 +200,12 @@ class SkipWatch(keras.callbacks.Callback):
 
     def _count(self) -> Counts:
         # Reading `self.model` updates the variables on JAX.
-        every = state.counts_of_model(self.model)
+        every = counts_of_model(self.model)
         return {optimizer: _counted(optimizer) for optimizer in every}
 
     def _optimizers(self) -> list[Any]:
         """Lists the optimizers that skip steps; a model may have several."""
-        every = state.counts_of_model(self.model)
+        every = counts_of_model(self.model)
         # A model with its own optimizers may never use that of `compile`.
         stepped = [x for x in every if any(steps(x))]
         return stepped or every
