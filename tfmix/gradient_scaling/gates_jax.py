@@ -224,10 +224,11 @@ def _into(how: _Gate, *given: Any) -> list:
         counts, others = how.counts, map(operator.not_, how.counts)
         of_results = [*itertools.compress(arrays, counts)]
         of_losses = [*itertools.compress(arrays, others)]
-        # A low place lowers what enters, too, although it lowers the first
-        # derivatives that divide it.
-        down = _DOWN_OF_SECOND / jnp.minimum(place, 1.0) ** 2
-        if not (how.again and how.backwards):
+        if how.again and how.backwards:
+            # A low place lowers what enters, too, although it lowers the first
+            # derivatives that divide it.
+            down = _DOWN_OF_SECOND / jnp.minimum(place, 1.0) ** 2
+        else:
             _, down = power.of(of_results, of_losses, place)
         chosen = jnp.stack([down, jnp.ones_like(down)], -1)
         known = jnp.where(known[..., 1:] == 0, chosen, known)
