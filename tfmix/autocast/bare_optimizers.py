@@ -133,7 +133,7 @@ def _apply(
         counters=[*skips.variables, *state.place_variables(these)],
         count=functools.partial(skips.count, to=these),
     )
-    guard.report(applied)
+    guard.report(lambda: applied)
 
 
 def _build(optimizer: Any, variables: Sequence) -> None:

@@ -264,6 +264,9 @@ def _lost(down: Any, dtype: tf.DType) -> tuple[Any, Any]:
 
     The product is infinity, or NaN as `down` is.
     """
+    if isinstance(down, float):
+        # No operation makes this infinity.
+        return tf.constant(down + math.inf, dtype), None
     if context.by_xla():
         # XLA joins one selection with other kernels. Nothing that looks for
         # infinities looks into its program.

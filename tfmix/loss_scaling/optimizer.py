@@ -719,9 +719,11 @@ class LossScaleOptimizer(
         inner = self.inner_optimizer
         if keras.backend.backend() == "tensorflow":
             replicas.check_replica_context()
-        with replicas.one_replica(self.variables + own):
-            scale = self._state.scale_by(keras_variables.reader())
-        current = rule.current(scale)
+        scale = None
+        if not unscaled:
+            with replicas.one_replica(self.variables + own):
+                values = self._state.scale_by(keras_variables.reader())
+            scale = rule.current(values)
 
         def count(applied: Any, bad: Any, summed: list) -> None:
             def is_data() -> Any:
@@ -742,12 +744,12 @@ class LossScaleOptimizer(
             assigned=own + inner.variables,
             counters=[*self.variables, *state.place_variables(variables)],
             count=count,
-            scale=None if unscaled else current,
+            scale=scale,
             checks_unscaled=rule.lowest_scale < 1.0 and not unscaled,
         )
         # The flag is read from the counter. For a separate boolean, XLA would
         # count in another kernel.
-        guard.report(self.last_step_applied())
+        guard.report(self.last_step_applied)
 
     def _can_detect_bad_data(self) -> bool:
         """Returns whether NaN in gradients means data that is not finite.

@@ -148,7 +148,14 @@ def _with_gradient(
         value = again(inputs, weight, copy)
         changes = []
         if not isinstance(of_inputs, SymbolicZero):
-            changes.append(again(of_inputs, weight, copy))
+            # JAX transposes this, and forgets `again`: a second derivative by
+            # the weight would be a sum in 16 bit.
+            is_again = context.is_differentiated(weight)
+            changes.append(
+                linear(of_inputs, weight, value)
+                if is_again
+                else again(of_inputs, weight, copy)
+            )
         if not isinstance(of_weight, SymbolicZero):
             changes.append(linear(inputs, of_weight, value))
         if not changes:

@@ -11,7 +11,6 @@ in float32. There are two exceptions:
 * A CPU's kernels may sum in 16 bit, so there the factors are widened.
 """
 
-import functools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -31,7 +30,14 @@ Function = Callable[[Any, Any], Any]
 Gradient = Callable[[Any, Any, Any], Any]
 # A gradient holds the tensor and the power of two that it is the product of.
 _PARTS = "_tfmix_parts"
-_wide = functools.partial(tensors.cast, dtype=tf.float32)
+# An incoming gradient in float32, which both gradients of a `Dense` take.
+_WIDE = "_tfmix_wide"
+
+
+def _wide(tensor: Any) -> Any:
+    noted = None if tapes.is_recorded() else tensors.note(tensor, _WIDE)
+    return tensors.cast(tensor, tf.float32) if noted is None else noted
+
 
 # Each function of this section takes a function of two tensors of one dtype,
 # then a 16-bit tensor, a float32 weight and its 16-bit copy. It returns the
@@ -141,7 +147,10 @@ def added(
         if _adds_rows(weight, upstream):
             total = _row_sum(upstream, narrow)
         else:
-            total = _of_term(_wide(upstream), weight)
+            wide = _wide(upstream)
+            if tf.executing_eagerly():
+                tensors.put_note(upstream, _WIDE, wide)
+            total = _of_term(wide, weight)
         return total if signs[1] > 0 else -total
 
     return _with_gradient(function, inputs, weight, copy, of_weight, of_inputs)

@@ -93,6 +93,10 @@ def is_finite(tensor: Any) -> Any:
         return ops.logical_and(*map(is_finite, parts))
     if not is_float(tensor):
         return ops.convert_to_tensor(True)
+    if keras.backend.backend() == "tensorflow" and tf.executing_eagerly():
+        # Keras's ops take three times as long.
+        axes = np.arange(len(tensor.shape), dtype="int32")
+        return tf.raw_ops.All(input=tf.raw_ops.IsFinite(x=tensor), axis=axes)
     return ops.all(ops.isfinite(tensor))
 
 

@@ -10,6 +10,7 @@ optimizer are a part.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -177,17 +178,18 @@ def note_update(variables: Iterable) -> None:
         }
 
 
-def report(applied: Any) -> None:
+def report(applied: Callable[[], Any]) -> None:
     """Reports an `apply` to the step around it, if there is one.
 
     Args:
-        applied: Bool or boolean scalar tensor, whether it changed anything.
+        applied: Returns whether it changed anything: a bool or a boolean scalar
+            tensor.
     """
     if (step := current_step()) is None:
         return
     step.has_reported = True
     if step.counter is not None:
-        step.counter.add(applied)
+        step.counter.add(applied())
 
 
 class Counter:
@@ -236,7 +238,9 @@ class _Guard:
             "get_metrics_result": self._metrics_result,
         }
         if on_tensorflow:
-            self.wrappers |= {files.CHILDREN: self._children}
+            # A function that calls `train_step` is saved with these.
+            children = functools.partial(files.children, self._used)
+            self.wrappers |= {files.CHILDREN: children}
 
     def _on_tensorflow(
         self, original: Callable, *args: Any, **kwargs: Any
@@ -405,14 +409,9 @@ class _Guard:
         metrics = layers.metrics(self._model)
         return [v for metric in metrics for v in metric.variables]
 
-    def _children(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Lists what a function that calls `train_step` is saved with."""
-
-        def used() -> list:
-            counts = self._counter.variables if self._counter else []
-            return [*self._watched(), *counts]
-
-        return files.children(original, used, *args, **kwargs)
+    def _used(self) -> list:
+        counts = self._counter.variables if self._counter else []
+        return [*self._watched(), *counts]
 
 
 def _values_to_restore(pairs: list) -> list:
