@@ -25,9 +25,9 @@ Function = Callable[[Any, Any], Any]
 Linear = Callable[[Any, Any, Any], Any]
 
 # Each function of this section takes a function of two tensors of one dtype,
-# then a 16-bit tensor, a float32 weight and its 16-bit copy, which JAX does not
-# need: each product has a copy of its own, since JAX adds the gradients of one
-# copy, from the steps of a loop, in 16 bit. It returns the function's result.
+# then a 16-bit tensor, a float32 weight and its 16-bit copy, and returns the
+# function's result. No gradient passes the copy, because JAX adds those of one
+# copy, from the steps of a loop, in 16 bit.
 
 
 def contracted(
@@ -131,10 +131,7 @@ def added(
 def _with_gradient(
     function: Function, linear: Linear, inputs: Any, weight: Any, copy: Any
 ) -> Any:
-    """Returns a product, which is linear in each of its factors.
-
-    The gradient of the copy is the weight's.
-    """
+    """Returns a product, which is linear in each of its factors."""
 
     @jax.custom_jvp
     def result(inputs: Any, weight: Any, copy: Any) -> Any:
