@@ -51,7 +51,7 @@ def with_nested(optimizer: Any) -> Iterator[Optimizer]:
     yield optimizer
     for value in list(vars(optimizer).values()):
         for held in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(held, Optimizer):
+            if isinstance(held, keras.optimizers.Optimizer):
                 yield from with_nested(held)
 
 
