@@ -46,7 +46,6 @@ TENSORFLOW_IS_ENOUGH = (
     "tools/callbacks/",
     "conversion/test_convert_applications.py",
     "conversion/test_copying.py",
-    "conversion/test_summary.py",
     "conversion/test_layer_changes.py",
     "tools/diagnostics/",
     "ecosystem/test_keras",

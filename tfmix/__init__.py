@@ -21,7 +21,6 @@ from tfmix.autocast.global_policy import (
 from tfmix.conversion.convert import apply_policy as apply_policy
 from tfmix.conversion.convert import convert_model as convert_model
 from tfmix.conversion.convert import prepare as prepare
-from tfmix.conversion.summary import summary as summary
 from tfmix.loss_scaling.errors import LossScaleError as LossScaleError
 from tfmix.loss_scaling.optimizer import (
     LossScaleOptimizer as LossScaleOptimizer,
@@ -34,6 +33,7 @@ from tfmix.step.finite import all_finite as all_finite
 from tfmix.step.guard import guard as guard
 from tfmix.tools.diagnostics import skip_report as _skip_report
 from tfmix.tools.diagnostics.check import check as check
+from tfmix.tools.diagnostics.summary import summary as summary
 
 _model.report_skips(_skip_report)
 _replaced.begin()

@@ -255,7 +255,7 @@ ATTRIBUTES = {
 }
 # The tests beside these names say what they mean.
 ELSEWHERE = {
-    # `f"_{name}"` is the function of an op: `ops/test_stand_ins.py`.
+    # `f"_{name}"` is the function of an op: `ops/test_float32_ops.py`.
     "_*",
     # This is a replica's copy: `step/test_replicas.py`.
     "_get",

@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.util
-import sys
 import threading
 
 import keras
@@ -11,10 +10,9 @@ import pytest
 from tests import helpers
 from tfmix._keras import context
 from tfmix.autocast import global_policy as state
+from tfmix.policy import devices
 from tfmix.policy import policy as policies
 
-# The public function `devices` hides the module.
-devices = sys.modules["tfmix.policy.devices"]
 Policy = policies.Policy
 SIXTEEN_BIT = ("mixed_float16", "mixed_bfloat16", "float16", "bfloat16")
 

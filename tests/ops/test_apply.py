@@ -8,6 +8,7 @@ from keras import layers, ops
 import tfmix
 from tests import helpers, steps
 from tests.ops import against_float32
+from tfmix._keras import op_places
 
 RNG = np.random.default_rng(0)
 ROWS = RNG.uniform(3, 6, (20_000, 4)).astype("float32")
@@ -89,6 +90,8 @@ def test_a_weight_whose_axes_are_all_summed_gets_a_gradient_of_its_shape(
         lambda x: ops.repeat(x, 5000, axis=0),
         lambda x: ops.tile(x, (5000, 1)),
         lambda x: ops.take(x, np.arange(15_000) % 3, axis=0),
+        # XLA takes TensorFlow's gradient for float32.
+        lambda x: ops.image.resize(ops.sin(x)[None, :, None], (900, 2)),
         lambda x: x[:1] * ops.ones((15_000, 4), x.dtype),
         lambda x: ops.maximum(x[0], ops.zeros((15_000, 4), x.dtype)),
     ],
@@ -202,3 +205,31 @@ def test_dropout_keeps_the_mean(rate, policy):
         found = dropout(np.ones((1000, 1000), "float32"), training=True)
         mean = ops.mean(ops.cast(found, "float32"))
     assert abs(float(mean) - 1.0) < 0.003
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_hook_on_dropout_gets_arguments_as_they_came(is_first, monkeypatch):
+    owner, name = op_places.DROPOUT
+    monkeypatch.setattr(owner, name, getattr(owner, name))
+    names, x = [], ops.ones((1000, 1000), "bfloat16")
+
+    def hook():
+        inner = getattr(owner, name)
+
+        def dropout(*args, **kwargs):
+            names.append([*kwargs])
+            return inner(*args, **kwargs)
+
+        setattr(owner, name, dropout)
+
+    if is_first:
+        hook()
+    tfmix.set_global_policy("mixed_bfloat16")
+    if not is_first:
+        hook()
+    for found in (
+        owner.dropout(inputs=x, rate=0.3, seed=1),
+        owner.dropout(x, 0.3, seed=1),
+    ):
+        assert abs(float(ops.mean(ops.cast(found, "float32"))) - 1.0) < 0.003
+    assert names == [["inputs", "rate", "seed"], ["seed"]]

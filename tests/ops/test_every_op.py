@@ -27,6 +27,8 @@ FORMS = {
 }
 IMAGE = (1, 1, 4, 4)
 CALLS = {
+    # JAX would go through the rows of a variable without end.
+    **dict.fromkeys(("dstack", "hstack", "stack", "vstack"), FORMS["list"]),
     "adaptive_average_pool": lambda f, t, u: f(image(t), 2),
     "adaptive_max_pool": lambda f, t, u: f(image(t), 2),
     "array_split": lambda f, t, u: f(t, 2)[0],
@@ -56,8 +58,6 @@ CALLS = {
     "dot_product_attention": lambda f, t, u: f(
         *[ops.reshape(x, (1, 4, 1, 4)) for x in (t, u, u)]
     ),
-    # JAX would go through a variable's rows without end.
-    "dstack": FORMS["list"],
     "dsplit": lambda f, t, u: f(ops.reshape(t, (2, 2, 4)), 2)[0],
     "elastic_transform": lambda f, t, u: f(image(t), seed=1),
     "eig": lambda f, t, u: ops.sort(ops.real(f(t)[0])),

@@ -24,14 +24,15 @@ SAME_BUFFER = frozenset(
 def copies(monkeypatch):
     """Lists how many copies of weights are alive as each one is made."""
     references, alive = [], []
-    make = tensors.weight_copy
+    make = tensors.noted_copy
 
-    def noting(weight, copy, *args):
-        references.extend(map(weakref.ref, (weight, copy)))
-        alive.append(sum(made() is not None for made in references))
-        return make(weight, copy, *args)
+    def noting(source, copy, is_weight):
+        if is_weight:
+            references.extend(map(weakref.ref, (source, copy)))
+            alive.append(sum(made() is not None for made in references))
+        return make(source, copy, is_weight)
 
-    monkeypatch.setattr(tensors, "weight_copy", noting)
+    monkeypatch.setattr(tensors, "noted_copy", noting)
     # A cycle would hold them until Python looks for cycles.
     gc.collect()
     gc.disable()

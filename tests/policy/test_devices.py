@@ -1,14 +1,12 @@
 """Hardware facts lead to the documented policy."""
 
-import importlib
 import types
 
 import keras
 import pytest
 
 from tests import helpers
-
-devices = importlib.import_module("tfmix.policy.devices")
+from tfmix.policy import devices
 
 
 def gpu(capability, name="GPU"):

@@ -1,16 +1,11 @@
 """Layer rules: their allowed items, and the layers that match."""
 
-import sys
-
 import keras
 import pytest
 
 import tfmix
 from tests import helpers
-from tfmix.policy import float32_layers
-
-# The public function `devices` hides the module.
-devices = sys.modules["tfmix.policy.devices"]
+from tfmix.policy import devices, float32_layers
 
 
 @pytest.mark.parametrize(
@@ -80,7 +75,7 @@ def test_only_expressions_need_a_path():
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("kind", ["CPU", "GPU"])
 def test_max_pooling_of_volumes_is_float32_without_a_kernel(kind, monkeypatch):
-    listed = devices.Devices([devices.describe(kind, "one", "tensorflow")])
+    listed = (devices.describe(kind, "one", "tensorflow"),)
     monkeypatch.setattr(devices, "devices", lambda: listed)
     expected = {"CPU": "float32", "GPU": "float16"}[kind]
     with tfmix.policy_scope("mixed_float16"):

@@ -263,6 +263,30 @@ def penalty_on_a_gradient_of_inputs(call):
     return gradients_of(loss, model)
 
 
+@only_under("jax")
+def small_penalty_on_a_gradient_of_inputs(call):
+    model, x = network(), ops.convert_to_tensor(X)
+
+    def loss():
+        slope = by_tensors(lambda x: call(model, x), x)
+        return 1e-4 * error(ops.sqrt(ops.sum(slope**2, -1)), 1.0)
+
+    # Nothing reaches the last bias.
+    return gradients_of(loss, model.layers[0])
+
+
+@only_under("jax")
+def large_gradients_times_weights(call):
+    model = network()
+    weights = model.trainable_variables
+
+    def loss():
+        slopes = by_weights(lambda: 1e3 * error(call(model, X)), weights)
+        return sum(map(ops.vdot, slopes, weights))
+
+    return gradients_of(loss, model)
+
+
 @form
 def three_derivatives(call):
     model, x = network(inputs=2), ops.convert_to_tensor(X[:, :2])

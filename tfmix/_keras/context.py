@@ -329,6 +329,11 @@ def is_traced_with(array: Any, others: Iterable) -> bool:
     )
 
 
+def is_differentiated(array: Any) -> bool:
+    """Returns whether JAX differentiates by an array around a running rule."""
+    return hasattr(array, "tangent")
+
+
 def transformation() -> Any:
     """Returns a token of the running trace or transformation, such as `vmap`.
 

@@ -15,16 +15,16 @@ CHILDREN = "_trackable_children"
 
 
 def children(
-    original: Callable,
     variables: Callable[[], Sequence],
+    original: Callable,
     save_type: str = "checkpoint",
     **kwargs: Any,
 ) -> dict[str, Any]:
     """Returns what an object holds; in a SavedModel also some variables.
 
     Args:
-        original: The object's own `_trackable_children`.
         variables: Returns the variables.
+        original: The object's own `_trackable_children`.
         save_type: What is written: `"checkpoint"` or `"savedmodel"`.
         **kwargs: Further arguments of the method.
     """
@@ -39,7 +39,7 @@ def children(
 def save_with(owner: Any, variables: Sequence[keras.Variable]) -> None:
     """Saves variables in the SavedModels that an object is part of."""
     own = getattr(owner, CHILDREN)
-    held = functools.partial(children, own, lambda: variables)
+    held = functools.partial(children, lambda: variables, own)
     object.__setattr__(owner, CHILDREN, held)
 
 

@@ -213,7 +213,7 @@ def untrained_variables(model: keras.Model) -> list:
     seen = {*listed}
     waiting: list[list] = []
     for attributes in map(vars, flat):
-        names = users_attributes(attributes)
+        names = users_attributes(tuple(attributes))
         waiting.append([attributes[name] for name in names])
     # The list grows meanwhile.
     for values in waiting:
@@ -318,17 +318,13 @@ def copy_mask(source: Any, destination: Any) -> None:
         masking.set_keras_mask(destination, mask)
 
 
-def users_attributes(attributes: Mapping[str, Any]) -> tuple[str, ...]:
+# A layer is asked several times in each call.
+@functools.lru_cache(maxsize=1024)
+def users_attributes(names: tuple[str, ...]) -> tuple[str, ...]:
     """Lists the attributes of a layer that Keras and TensorFlow have not set.
 
     Losses that calls have added are among Keras's.
     """
-    return _users_names(tuple(attributes))
-
-
-# A layer is asked several times in each call.
-@functools.lru_cache(maxsize=1024)
-def _users_names(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(
         name
         for name in names
@@ -493,13 +489,6 @@ Wrapper = Callable[..., Any]
 # The first is the innermost. A layer that falls back to float32 is traced again
 # under the policy's rules, and the guard restores what ran under them.
 CALL, RULES, GUARD = _ROLES = "call", "rules", "guard"
-# JAX compiles a function object once. A method of a class is a new object each
-# time it is read. Our wrapper is not, so each of these gets a new one: else a
-# model that is compiled again would go on with its first loss and metrics.
-_COMPILED = {
-    "make_train_function": "train_step",
-    "make_test_function": "test_step",
-}
 
 
 def argument(
@@ -556,12 +545,6 @@ def by_role(layer: keras.Layer) -> Mapping[str, Wrappers]:
     return {} if owner is None else owner.parts
 
 
-def wrapped(layer: keras.Layer, name: str, role: str) -> Callable:
-    """Returns the method that the wrapper of a role wraps now."""
-    owner: _Owner = marks(layer).methods
-    return owner.below(name, role)
-
-
 def attach(layer: keras.Layer, role: str, part: Wrappers) -> None:
     """Attaches a part to a layer, in place of the one that had the role."""
     restore(layer, {**by_role(layer), role: part})
@@ -587,38 +570,43 @@ class _Owner:
         self._layer = layer
         # The attributes on the layer now, and those that the user had set.
         self._installed: dict[str, Callable] = {}
-        self._users: dict[str, Callable] = {}
+        self._users: dict[str, Callable | None] = {}
 
     def set(self, parts: Mapping[str, Wrappers]) -> None:
         self.parts = {role: parts[role] for role in _ROLES if role in parts}
         wanted = {name for part in parts.values() for name in part.wrappers}
-        wanted |= {make for make, step in _COMPILED.items() if step in wanted}
         for name in set(self._installed) - wanted:
             self._remove(name)
         for name in wanted:
             self._install(name)
 
     def _install(self, name: str) -> None:
-        own = vars(self._layer).get(name)
-        if own is not None and own is self._installed.get(name):
-            return
-        self._users.pop(name, None)
-        if own is not None:
-            # The user set it, before or after us, so we wrap it.
-            self._users[name] = own
-        self._attach(name)
+        layer = self._layer
+        users = vars(layer).get(name)
+        if users is not None and users is self._installed.get(name):
+            users = self._users[name]
+        # A bound method, whose signature has no `self`.
+        of_class = types.MethodType(getattr(type(layer), name), layer)
 
-    def _attach(self, name: str) -> None:
-        self._installed[name] = method = self._composed(name)
-        object.__setattr__(self._layer, name, method)
+        @functools.wraps(users or of_class)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            # Parts, and hooks on the class, change.
+            of_class = getattr(type(layer), name)
+            call = users or types.MethodType(of_class, layer)
+            if self._users.get(name) is users:
+                for part in self.parts.values():
+                    if name in part.wrappers:
+                        call = functools.partial(part.wrappers[name], call)
+            # Else the user has wrapped this method, and a newer one wraps that.
+            return call(*args, **kwargs)
 
-    def _renew(self, name: str) -> None:
-        """Attaches a new object in place of a wrapped method."""
-        if vars(self._layer).get(name) is self._installed.get(name):
-            self._attach(name)
+        # JAX compiles a function object once. A model that is compiled again
+        # would go on with its first loss and metrics if this were not new.
+        self._installed[name], self._users[name] = method, users
+        object.__setattr__(layer, name, method)
 
     def _remove(self, name: str) -> None:
-        method, users = self._installed.pop(name), self._users.pop(name, None)
+        method, users = self._installed.pop(name), self._users.pop(name)
         if vars(self._layer).get(name) is not method:
             # Other code has wrapped it since, and has to remove that itself.
             return
@@ -626,35 +614,3 @@ class _Owner:
             object.__delattr__(self._layer, name)
         else:
             object.__setattr__(self._layer, name, users)
-
-    def _composed(self, name: str) -> Callable:
-        users, compiled = self._users.get(name), _COMPILED.get(name)
-
-        @functools.wraps(self._original(name, users))
-        def method(*args: Any, **kwargs: Any) -> Any:
-            if compiled is not None:
-                self._renew(compiled)
-            if self._users.get(name) is not users:
-                # The user has wrapped this method, and a newer one wraps that.
-                return self._original(name, users)(*args, **kwargs)
-            return self.below(name)(*args, **kwargs)
-
-        return method
-
-    def below(self, name: str, role: str = "") -> Callable:
-        """Returns a method in the wrappers that are inside of a role's.
-
-        It is looked up in each call, because parts and hooks change.
-        """
-        call = self._original(name, self._users.get(name))
-        for inner, part in self.parts.items():
-            if inner == role:
-                break
-            if name in part.wrappers:
-                call = functools.partial(part.wrappers[name], call)
-        return call
-
-    def _original(self, name: str, users: Callable | None) -> Callable:
-        """Returns the user's own method, or that of the layer's class."""
-        of_class = getattr(type(self._layer), name)
-        return users or types.MethodType(of_class, self._layer)

@@ -184,40 +184,28 @@ def install(wanted: Iterable[str]) -> None:
 
 
 @contextlib.contextmanager
-def block(names: Iterable[str]) -> Iterator[None]:
+def block(rules: Iterable[str], **more: Any) -> Iterator[None]:
     """Runs a block under exactly these rules, whatever is installed.
 
-    Other threads, and the code after the block, keep their rules.
-    """
-    wanted = frozenset(names)
-    with _replacing(wanted), context.holding(rules=wanted):
-        yield
+    Other threads, and the code after the block, keep their rules. Names stay
+    replaced until `install` is called after the block: a model with a policy
+    runs each call in one, and would otherwise restore them each time.
 
-
-@contextlib.contextmanager
-def _replacing(wanted: frozenset[str]) -> Iterator[None]:
-    """Replaces what rules need, until `install` is called after the block.
-
-    A model with a policy runs each call in a block, and would otherwise replace
-    and restore them each time.
+    Args:
+        rules: The rules.
+        **more: Further settings of a `context.Block`.
     """
     global _running
+    wanted = frozenset(rules)
     with _lock:
         _running += 1
         _replace(_replaced | wanted)
     try:
-        yield
+        with context.holding(rules=wanted, **more):
+            yield
     finally:
         with _lock:
             _running -= 1
-
-
-def block_as_now() -> Callable[[], contextlib.AbstractContextManager]:
-    """Returns what replaces the caller's names later, in a copied context.
-
-    The block in which the context was copied may have ended.
-    """
-    return functools.partial(_replacing, context.active_rules())
 
 
 def _replace(needed: frozenset[str]) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -63,13 +63,16 @@ def state_in_variables(
             variable._value = value
 
 
-def build_before_tracing(model: keras.Model, **batch: Any) -> None:
-    """Builds a model before TensorFlow traces its step.
+def build_before_tracing(
+    model: keras.Model, original: Callable, **batch: Any
+) -> None:
+    """Builds a model before TensorFlow traces its step; wraps Keras's method.
 
     Float32 master weights start from the weights' values. A first value that is
     read from another variable would become part of the step, which XLA refuses,
     and loops may run before it.
     """
+    original(**batch)
     if not layers.is_built(model):
         # JAX does the same; a model that cannot be built so is built in the
         # trace.

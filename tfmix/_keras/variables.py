@@ -420,13 +420,9 @@ class Float32View(keras.Variable):
         return optimizers.key(self.stored)
 
 
-@functools.cache
-def derives(kind: Any, other: Any) -> bool:
-    """Returns whether a type derives from another one.
-
-    TensorFlow's tensors and variables take long to check.
-    """
-    return issubclass(kind, other)
+# Whether a type derives from another one. TensorFlow's tensors and variables
+# take long to check.
+derives: Callable[[Any, Any], bool] = functools.cache(issubclass)
 
 
 def backend_variable(variable: Any) -> Any:
@@ -461,12 +457,14 @@ def read(variable: Any) -> Any:
     return _snapshot(backend_variable(variable))
 
 
-def read_by_layer(variable: keras.Variable) -> Any:
-    """Returns what a layer reads, which may be a 16-bit copy, as a tensor."""
-    value = variable.value
-    kind: Any = type(value)
-    is_tensor = keras.backend.backend() == "jax" or derives(kind, tf.Tensor)
-    return value if is_tensor else _snapshot(value)
+def read_by_layer(variable: Any) -> Any:
+    """Returns what a layer reads, which may be a 16-bit copy, as a tensor.
+
+    Anything else is returned unchanged.
+    """
+    kind: Any = type(variable)
+    is_variable = derives(kind, keras.Variable)
+    return _snapshot(variable.value if is_variable else variable)
 
 
 def _snapshot(value: Any) -> Any:
@@ -509,10 +507,16 @@ def reader() -> Callable[[keras.Variable], Any]:
     return operator.attrgetter("value")
 
 
-def assign_new(variable: Any, old: Any, new: Any) -> None:
-    """Assigns a value, unless it is known to be the old one."""
-    if not (is_known(new) and np.array_equal(old, new)):
-        variable.assign(new)
+def assign_new(variables: Any, old: Any, new: Any) -> None:
+    """Assigns the values of a nest, except those that are the old ones."""
+    every = map(keras.tree.flatten, (variables, old, new))
+    changed = [
+        (variable, value)
+        for variable, before, value in zip(*every, strict=True)
+        if not (is_known(value) and np.array_equal(before, value))
+    ]
+    for variable, value in changed:
+        variable.assign(value)
 
 
 def value_outside(variable: keras.Variable) -> np.ndarray | None:
@@ -666,15 +670,6 @@ def dtype_read(variable: keras.Variable) -> str:
     if scope is None or not variable._autocast or "float" not in own:
         return own
     return scope.dtype or own
-
-
-def narrow_dtype(variable: keras.Variable) -> str | None:
-    """Returns the dtype to which a read casts a float32 variable, if 16-bit."""
-    scope = backend_variables.get_autocast_scope()
-    if scope is None or scope.dtype not in _formats.SIXTEEN_BIT:
-        return None
-    is_cast = variable._autocast and is_float32(variable)
-    return scope.dtype if is_cast else None
 
 
 def place_of_value(variable: keras.Variable) -> tuple[dict, str, Any]:

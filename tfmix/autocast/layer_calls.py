@@ -195,8 +195,10 @@ class _LayerCall:
         self._proven.add(mode)
         # What most layers return is 16 bit as it is.
         if not tensors.is_16_bit(outputs) and self._returns_16_bit():
-            outputs = tensors.to_16_bit_with_notes(
-                outputs, self._layer.compute_dtype
+            dtype = self._layer.compute_dtype
+            outputs = tensors.map_leaves(
+                outputs,
+                lambda x: tensors.copy_notes(x, tensors.narrow(x, dtype)),
             )
         if around == FLOAT32:
             return tensors.map_leaves(outputs, tensors.to_float32_with_notes)
@@ -208,7 +210,8 @@ class _LayerCall:
         """Calls the layer; if that fails, undoes it and tries in float32."""
         if self.is_float32():
             return self._in_float32(original, args, kwargs)
-        restore = _noted(self._layer, is_new)
+        # Keras's own layers do not fail after they have assigned.
+        restore = _noted(self._layer, is_new and self._is_users)
         try:
             with self._attempt():
                 return self._call(original, args, kwargs)
@@ -383,7 +386,12 @@ def _noted(layer: keras.Layer, is_new: bool) -> Callable[[], None]:
     if scope is not None:
         mapping, losses = dict(scope.state_mapping), list(scope.losses)
     elif is_new:
-        values = [(v, variables.read(v)) for v in _state(layer)]
+        values = [
+            (variable, variables.read(variable))
+            for inner in layers.flat_layers(layer)
+            for variable in variables.own_state(inner)
+            if variables.has_value(variable)
+        ]
 
     def restore() -> None:
         if scope is not None:
@@ -397,15 +405,3 @@ def _noted(layer: keras.Layer, is_new: bool) -> Callable[[], None]:
         layers.drop_losses(layer)
 
     return restore
-
-
-def _state(layer: keras.Layer) -> list[keras.Variable]:
-    """Returns the variables that a layer's call itself may assign to.
-
-    Keras's own layers do not fail after that, unless they hold another layer.
-    """
-    inside = layers.flat_layers(layer)
-    if all(map(layers.is_builtin, inside)):
-        return []
-    state = [v for inner in inside for v in variables.own_state(inner)]
-    return [*filter(variables.has_value, state)]

@@ -34,6 +34,7 @@ from tfmix.policy import policy as policies
 from tfmix.policy.devices import devices
 from tfmix.step import guard
 
+_NOTHING = contextlib.nullcontext()
 # Reports why steps of a `fit` were skipped.
 _reports: Any
 # Says what `compile` should.
@@ -123,8 +124,8 @@ class _MixedModel:
         wrappers: dict[str, layers.Wrapper] = {
             "call": self._call,
             "compile": functools.partial(_compile, model),
-            "fit": self._fit,
-            "make_train_function": self._make_train_function,
+            "fit": functools.partial(_reports.fit, model),
+            "make_train_function": functools.partial(_reports.begin, model),
             "train_step": self._train_step,
             "test_step": self._users_code,
             # Layers of a step pass 16-bit tensors to these, also as symbols.
@@ -134,7 +135,12 @@ class _MixedModel:
             "summary": self._summary,
         }
         if keras.backend.backend() == "tensorflow":
-            wrappers[files.CHILDREN] = self._children
+            # A function that trains the model is saved with these.
+            used = functools.partial(state.saved_with, model)
+            children = functools.partial(files.children, used)
+            wrappers[files.CHILDREN] = children
+        if layers.is_graph(model):
+            wrappers[graphs.RUN_GRAPH] = self._calls.run_graph
         if isinstance(model, keras.Sequential):
             # It creates its own input, which casts, before it is called.
             wrappers["build"] = self._build
@@ -143,7 +149,9 @@ class _MixedModel:
             # Layers draw their initial values there, in 16 bit.
             wrappers[training.BUILD] = self._under_rules
         if is_pure and hasattr(model, training.BEFORE_TRACING):
-            wrappers[training.BEFORE_TRACING] = self._before_tracing
+            wrappers[training.BEFORE_TRACING] = functools.partial(
+                training.build_before_tracing, model
+            )
         return wrappers
 
     def _under_rules(
@@ -152,12 +160,16 @@ class _MixedModel:
         with self.ruled():
             return original(*args, **kwargs)
 
-    def ruled(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which the policy's rules hold."""
+    def ruled(self, **more: Any) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which the policy's rules hold.
+
+        Args:
+            **more: Further settings of a `context.Block`.
+        """
         if context.block.get().rules == self._rules:
             # The block around lasts longer.
-            return contextlib.nullcontext()
-        return replacing.block(self._rules)
+            return context.holding(**more) if more else _NOTHING
+        return replacing.block(self._rules, **more)
 
     def _call(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Returns float32 from a model's outermost call, else the results."""
@@ -167,31 +179,12 @@ class _MixedModel:
             args, kwargs = tensors.map_leaves(
                 (args, kwargs), tensors.before_cast
             )
-        if self._calls.parts:
-            self._wrap(**{graphs.RUN_GRAPH: self._calls.run_graph})
         code = context.block.get().users_code
-        with context.holding(users_code=""):
-            outputs = self._calls.run(*args, **kwargs)
+        outputs = self._calls.run(original, *args, **kwargs)
         if code == layer_calls.FLOAT32:
             wide = tensors.to_float32_with_notes
             return tensors.map_leaves(outputs, wide)
         return outputs
-
-    def _wrap(self, **more: layers.Wrapper) -> None:
-        """Wraps further methods of the model."""
-        if not more.keys() <= self.wrappers.keys():
-            self.wrappers |= more
-            layers.attach(self._model, layers.RULES, self)
-
-    def _fit(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        return _reports.fit(self._model, original, *args, **kwargs)
-
-    def _make_train_function(
-        self, original: Callable, *args: Any, **kwargs: Any
-    ) -> Any:
-        made = original(*args, **kwargs)
-        _reports.begin(self._model)
-        return made
 
     def _train_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         # A step is guarded by `compile`.
@@ -204,8 +197,8 @@ class _MixedModel:
 
         A user's own step may combine their results with float32.
         """
-        with context.holding(users_code=layer_calls.FLOAT32):
-            return self._under_rules(original, *args, **kwargs)
+        with self.ruled(users_code=layer_calls.FLOAT32):
+            return original(*args, **kwargs)
 
     def _place(self, args: tuple, kwargs: dict) -> Any:
         """Returns the place that the model's optimizer gives its gradients."""
@@ -235,15 +228,6 @@ class _MixedModel:
         if (graph := layers.graph_of(self._model)) is not None:
             # It runs inside this model's call.
             set_policy(graph, keras.DTypePolicy("float32"))
-
-    def _before_tracing(self, original: Callable, **batch: Any) -> None:
-        original(**batch)
-        training.build_before_tracing(self._model, **batch)
-
-    def _children(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Lists what a function that trains the model is saved with."""
-        used = functools.partial(state.saved_with, self._model)
-        return files.children(original, used, *args, **kwargs)
 
     def _summary(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Lists below the table which layers fell back to float32."""
@@ -336,13 +320,12 @@ def _compile(
     """
     _adopt(model)
     record = _record(model)
-    if not record and policies.SIXTEEN_BIT not in context.active_rules():
-        original(*args, **kwargs)
-        return
     order = training.ORDERS["compile"]
     given = layers.argument(order, args, kwargs, "optimizer")
     factor = getattr(given, "loss_scale_factor", None)
     original(*args, **kwargs)
+    if not record and policies.SIXTEEN_BIT not in context.active_rules():
+        return
     optimizer = getattr(model, "optimizer", None)
     if record is not None and optimizer is not None:
         if factor is not None:
@@ -354,15 +337,11 @@ def _compile(
         layers.adopt_optimizer(model, optimizer, named)
     if record is not None or isinstance(optimizer, scaling.LossScaleOptimizer):
         guard.attach(model)
-    if _needs_advice(model):
-        _advise(model)
-
-
-def _needs_advice(model: keras.Model) -> bool:
-    return any(
+    if any(
         is_float32_without_policy(layer) or layers.last_activation(layer)
         for layer in layers.that_compute(model)
-    )
+    ):
+        _advise(model)
 
 
 def is_float32_without_policy(layer: keras.Layer) -> bool:

@@ -53,17 +53,13 @@ class Replaced(NamedTuple):
 _under_policy = functools.partial(replacing.under, policies.SIXTEEN_BIT)
 
 
-def _of_user(original: Callable) -> Any:
-    return recomputation.alike(original, replacing.block_as_now)
-
-
 if keras.backend.backend() == "tensorflow":
     _OF_BACKEND: tuple[Replaced, ...] = (
         Replaced(
             OPS,
             "A user's gradient runs under the settings of the layer's call.",
             tapes.CUSTOM,
-            replacing.lazily(_of_user),
+            replacing.lazily(recomputation.alike),
         ),
         Replaced(
             OPS,

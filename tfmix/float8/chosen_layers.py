@@ -97,8 +97,7 @@ def _axes(layer: keras.Layer) -> Any:
     """Returns the axes of a layer's product, `None` for other computations."""
     equation = getattr(layer, "equation", op_lists.ROWS)
     rank = len(equation.split(",")[0].replace("...", ".").replace(" ", ""))
-    axes = contraction.of_einsum(equation, (rank, len(layer.kernel.shape)))
-    return None if axes is None or axes.batch else axes
+    return contraction.of_einsum(equation, (rank, len(layer.kernel.shape)))
 
 
 def _ends(every: list[keras.Layer]) -> list[keras.Layer]:

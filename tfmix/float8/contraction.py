@@ -1,57 +1,28 @@
 """A product of a tensor and a weight, with a letter for each axis."""
 
-import dataclasses
 import functools
 import string
+from typing import NamedTuple
 
 
-@dataclasses.dataclass(frozen=True)
-class Contraction:
-    """The axes that an einsum of two factors sums, and those that it keeps.
+class Contraction(NamedTuple):
+    """The axes of an einsum that is a product of two matrices, as letters.
 
-    Args:
-        inputs: The letters of the axes of the tensor.
-        weight: The letters of the axes of the weight.
-        outputs: The letters of the axes of the result.
+    Attributes:
+        inputs: The axes of the tensor.
+        weight: The axes of the weight.
+        outputs: The axes of the result.
+        free: The axes that only the tensor and the result have.
+        summed: The axes that both factors have, in the weight's order.
+        new: The axes that only the weight and the result have.
     """
 
     inputs: str
     weight: str
     outputs: str
-
-    @functools.cached_property
-    def batch(self) -> str:
-        """The letters that both factors and the result have."""
-        return "".join(
-            x for x in self.inputs if x in {*self.weight} & {*self.outputs}
-        )
-
-    @functools.cached_property
-    def summed(self) -> str:
-        """The letters that both factors have, but not the result."""
-        kept = self.batch + self.free
-        return "".join(x for x in self.inputs if x not in kept)
-
-    @functools.cached_property
-    def free(self) -> str:
-        """The letters that only the tensor and the result have."""
-        return "".join(x for x in self.inputs if x not in self.weight)
-
-    @functools.cached_property
-    def new(self) -> str:
-        """The letters that only the weight and the result have."""
-        return "".join(x for x in self.weight if x not in self.inputs)
-
-    @functools.cached_property
-    def is_product(self) -> bool:
-        """Returns whether it is a product of matrices, or a batch of them."""
-        return bool(
-            self.summed
-            and len(set(self.inputs)) == len(self.inputs)
-            and len(set(self.weight)) == len(self.weight)
-            and sorted(self.outputs)
-            == sorted(self.batch + self.free + self.new)
-        )
+    free: str
+    summed: str
+    new: str
 
 
 # A layer multiplies by the same axes in each call, so they are found once.
@@ -64,7 +35,7 @@ def of_einsum(equation: str, ranks: tuple[int, int]) -> Contraction | None:
         ranks: The number of axes of both.
 
     Returns:
-        The axes; `None` if it is no product of matrices.
+        The axes; `None` if it is no product of two matrices.
     """
     equation = equation.replace(" ", "")
     if equation.count("->") != 1 or equation.count(",") != 1:
@@ -78,8 +49,16 @@ def of_einsum(equation: str, ranks: tuple[int, int]) -> Contraction | None:
     for rank, side in zip(ranks, sides, strict=True):
         if "..." in side:
             unused = unused[: rank - len(side.replace("...", ""))]
-    letters = (
+    inputs, weight, outputs = (
         side.replace("...", "".join(unused)) for side in (*sides, outputs)
     )
-    found = Contraction(*letters)
-    return found if found.is_product else None
+    free = "".join(x for x in inputs if x not in weight)
+    summed = "".join(x for x in weight if x in inputs)
+    new = "".join(x for x in weight if x not in inputs)
+    is_product = (
+        summed
+        and sorted(outputs) == sorted(free + new)
+        and all(len({*side}) == len(side) for side in (inputs, weight))
+    )
+    axes = Contraction(inputs, weight, outputs, free, summed, new)
+    return axes if is_product else None

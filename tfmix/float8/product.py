@@ -53,7 +53,7 @@ def contracted(inputs: Any, weight: Any, equation: str) -> Any:
     dtype = keras.backend.standardize_dtype(inputs.dtype)
     ranks = len(inputs.shape), len(weight.shape)
     axes = contraction.of_einsum(equation, ranks)
-    if dtype != "bfloat16" or axes is None or axes.batch:
+    if dtype != "bfloat16" or axes is None:
         return None
     result = product(*factors(inputs, ops.cast(weight, dtype), axes))
     sizes = dict(zip(axes.inputs, ops.shape(inputs), strict=True))
@@ -66,10 +66,9 @@ def contracted(inputs: Any, weight: Any, equation: str) -> Any:
 def factors(inputs: Any, weight: Any, axes: Contraction) -> tuple[Any, Any]:
     """Returns both factors as matrices (m, k) and (k, n)."""
     # The weight's own order of axes avoids a transposition in memory.
-    summed = [x for x in axes.weight if x in axes.summed]
     return (
-        matrix(inputs, axes.inputs, axes.free, summed),
-        matrix(weight, axes.weight, summed, axes.new),
+        matrix(inputs, axes.inputs, axes.free, axes.summed),
+        matrix(weight, axes.weight, axes.summed, axes.new),
     )
 
 

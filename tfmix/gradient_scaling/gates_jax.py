@@ -32,7 +32,10 @@ from tfmix.ops import tensors
 # The factor that second derivatives are divided by where they leave. A passing
 # gradient lies in the upper half of float16's range: if it belongs to a penalty
 # times 1e-4, its digits stay, and if it belongs to one times 1e3, it has room.
-_DOWN_OF_SECOND = 2.0**-7
+_DOWN_OF_SECOND = 2.0**-9
+# Where first derivatives lie that are differentiated again. What enters to do
+# so has that much more room, since it meets them in products.
+_PLACE_OF_FIRST = 4.0
 
 
 class Gates:
@@ -221,7 +224,9 @@ def _into(how: _Gate, *given: Any) -> list:
         counts, others = how.counts, map(operator.not_, how.counts)
         of_results = [*itertools.compress(arrays, counts)]
         of_losses = [*itertools.compress(arrays, others)]
-        down = _DOWN_OF_SECOND / jnp.minimum(place, 1.0)
+        # A low place lowers what enters, too, although it lowers the first
+        # derivatives that divide it.
+        down = _DOWN_OF_SECOND / jnp.minimum(place, 1.0) ** 2
         if not (how.again and how.backwards):
             _, down = power.of(of_results, of_losses, place)
         chosen = jnp.stack([down, jnp.ones_like(down)], -1)
@@ -269,7 +274,10 @@ def _pushed(
 
     A tangent inside has the power of what it is a tangent of, times its own.
     """
-    results = _gate.bind(*primals, how=how)
+    *given, place = primals
+    if not how.again:
+        place = _PLACE_OF_FIRST * jnp.minimum(place, 1.0)
+    results = _gate.bind(*given, place, how=how)
     *moved, token, kept, _ = tangents
     told = ad.instantiate_zeros(token) + ad.instantiate_zeros(kept)
     # This is 0, but a pass that differentiates further finds the token by it.

@@ -72,7 +72,8 @@ class Calls:
 
     Args:
         model: The model.
-        ruled: Returns a context in which the model's rules hold.
+        ruled: Returns a context in which the model's rules hold, and settings
+            of a `context.Block` that it is given.
     """
 
     def __init__(self, model: keras.Model, ruled: Callable) -> None:
@@ -87,17 +88,21 @@ class Calls:
         made = graphs.parts(model)
         return made if len(made) > 1 else []
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the model. Its outermost call returns float32."""
+    def run(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model by its own `call`. An outermost call returns float32.
+
+        To the model's layers it is no user's code.
+        """
         model = self._model
         if not is_outermost(model):
-            with outputs_as_made(), self._ruled():
-                return self._own(*args, **kwargs)
+            with self._ruled(around=_AS_MADE, users_code=""):
+                return original(*args, **kwargs)
+        call = functools.partial(self._in_float32, original)
         with guard.statistics_kept_finite(model, kwargs.get("training")):
             if self.parts:
                 # Each part has gates of its own.
-                return self._in_float32(*args, **kwargs)
-            return between_gates(model, self._in_float32, args, kwargs)
+                return call(*args, **kwargs)
+            return between_gates(model, call, args, kwargs)
 
     def run_graph(
         self,
@@ -126,18 +131,14 @@ class Calls:
         made = [_narrow(*known[id(symbol)]) for symbol in layers.results(model)]
         return graphs.packed_results(model, made)
 
-    def _in_float32(self, *args: Any, **kwargs: Any) -> Any:
+    def _in_float32(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Calls the model under its rules. Its results are float32."""
         around = self if self.parts else _AS_MADE
-        with context.holding(around=around), self._ruled():
-            outputs = self._own(*args, **kwargs)
+        with self._ruled(around=around, users_code=""):
+            outputs = original(*args, **kwargs)
             # Under the rules, a cast returns the value from before rounding.
             wide = tensors.to_float32_with_notes
             return tensors.map_leaves(outputs, wide)
-
-    def _own(self, *args: Any, **kwargs: Any) -> Any:
-        call = layers.wrapped(self._model, "call", layers.RULES)
-        return call(*args, **kwargs)
 
 
 def _run_part(part: keras.Function, taken: list, operation_fn: Callable) -> Any:
@@ -158,9 +159,9 @@ def _run_part(part: keras.Function, taken: list, operation_fn: Callable) -> Any:
 def _narrow(tensor: Any, dtype: str) -> Any:
     if tensors.float_dtype(tensor) in ("", "sparse", dtype) or not dtype:
         return tensor
-    narrow = tensors.input_copy(tensor, keras.ops.cast(tensor, dtype))
-    tensors.copy_notes(tensor, narrow)
-    return narrow
+    narrow = keras.ops.cast(tensor, dtype)
+    tensors.noted_copy(tensor, narrow, is_weight=False)
+    return tensors.copy_notes(tensor, narrow)
 
 
 def note_scaling(model: keras.Model, scales: bool) -> None:
@@ -324,7 +325,8 @@ def _items(owners: Iterable, state: dict) -> _Items:
     waiting: list[tuple[Any, Sequence]] = [(state, [*state])]
     for owner in owners:
         attributes = getattr(owner, "__dict__", {})
-        waiting.append((attributes, layers.users_attributes(attributes)))
+        names = layers.users_attributes(tuple(attributes))
+        waiting.append((attributes, names))
     seen: set[int] = set()
     # The list grows meanwhile.
     for container, keys in waiting:

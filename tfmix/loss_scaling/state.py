@@ -186,9 +186,7 @@ class State:
         if is_data is not None and applied is not True:
             of_data = _stays(is_data(), before.consecutive_skips)
         after = before.after(rule, applied, bad, of_data)
-        every = map(tree.flatten, (self.held, before, after))
-        for variable, old, new in zip(*every, strict=True):
-            keras_variables.assign_new(variable, old, new)
+        keras_variables.assign_new(self.held, before, after)
         moves = rule is not None and not rules.is_constant(rule)
         if moves and place_variables(updated):
             places = self._place_of(before.scale), self._place_of(after.scale)

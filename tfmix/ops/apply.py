@@ -42,7 +42,7 @@ else:
 _FEW = 64
 _NUMBERS = (int, float, np.integer, np.floating)
 # A union of types is made anew wherever it is written.
-_NESTS, _ARRAYS = (list, tuple, dict), (np.generic, np.ndarray)
+_NESTS = (list, tuple, dict)
 _PLAIN = frozenset((str, bool, type(None), type(...), slice))
 _SETTINGS = frozenset((*_PLAIN, int, float))
 _ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
@@ -152,20 +152,18 @@ class Call:
             self.has_wide = self.has_wide or None in notes
             self.tensors += itertools.compress(self.wide, notes)
         self.copies = [*map(tensors.note, self.tensors)]
-        for copy in filter(None, self.copies):
-            if copy.is_weight:
-                self.weights += 1
-            else:
-                self.inputs += 1
+        are_weights = [copy.is_weight for copy in self.copies if copy]
+        self.weights = sum(are_weights)
+        self.inputs = len(are_weights) - self.weights
 
     def _see(self, value: Any, is_argument: bool = False) -> Any:
         """Notes what an argument is; returns it, or a variable's value."""
         kind: Any = type(value)
-        if kind is float or kind is int:
+        if kind in _PLAIN:
+            return value
+        if _is_number(value):
             if is_argument:
                 self.numbers.append(value)
-            return value
-        if kind in _PLAIN:
             return value
         if isinstance(value, _NESTS):
             # Most of them are shapes and axes.
@@ -182,10 +180,7 @@ class Call:
         else:
             own = getattr(value, "dtype", None)
             dtype = "" if own is None else tensors.known_dtype(kind, own)
-        if isinstance(value, _ARRAYS) and _is_number(value):
-            if is_argument:
-                self.numbers.append(value)
-        elif dtype in _formats.SIXTEEN_BIT:
+        if dtype in _formats.SIXTEEN_BIT:
             self.has_wide = self.has_wide or self.dtype not in ("", dtype)
             self.dtype = dtype
             self.tensors.append(value)
@@ -197,12 +192,6 @@ class Call:
     def plain(self) -> Any:
         """Computes in the dtypes of the arguments."""
         return self.op.run(self.args, self.kwargs)
-
-    def change(self, function: Callable[[Any], Any]) -> None:
-        """Replaces tensors among the arguments, and looks again."""
-        arguments = tensors.map_leaves((self.args, self.kwargs), function)
-        self.args, self.kwargs = arguments
-        self.look()
 
     def in_float32(self) -> Any:
         """Computes in float32, with float32 as the dtype if 16 bit is asked."""
@@ -329,13 +318,13 @@ def decide(call: Call) -> Any:
     if name in op_lists.OF_ANGLES:
         angle = tensors.note(call.tensors[0], tensors.ANGLE)
         if angle is not None:
-            return tensors.rounded(call.op.run((angle,), {}), call.dtype)
+            return tensors.narrow(call.op.run((angle,), {}), call.dtype)
     if call.inputs and name in op_lists.MOVES:
-        return _moved(call)
+        return _copied(call, call.dtype, is_weight=False)
     if call.weights:
         return with_weights(call)
     if _is_often_repeated(call):
-        return tensors.rounded(call.in_float32(), call.dtype)
+        return tensors.narrow(call.in_float32(), call.dtype)
     return call.plain()
 
 
@@ -345,7 +334,7 @@ def _is_wide(call: Call) -> bool:
     if name in op_lists.NARROW:
         return _sums_numbers(call)
     wanted = call.wanted()
-    if wanted is not None and wanted not in _formats.SIXTEEN_BIT:
+    if wanted not in (None, call.dtype):
         return True
     if name == "multiply" and count == 2:
         # A square leaves float16's range, and other products need not.
@@ -357,26 +346,17 @@ def _is_wide(call: Call) -> bool:
 
 
 def cast(call: Call) -> Any:
-    """Casts; from what a tensor was before another cast, if that is known."""
+    """Casts, and notes what becomes 16 bit."""
     if call.args and isinstance(call.args[0], keras.Variable):
         # A variable that is cast is a snapshot.
         call.args = (keras_variables.read(call.args[0]), *call.args[1:])
     call.look()
-    copy = call.copies[0] if call.tensors else None
-    if copy is None or copy.source is None:
-        result = decide(call)
-        given = call.args[0] if call.args else None
-        is_narrow = call.wanted() in _formats.SIXTEEN_BIT
-        if is_narrow and call.wide and call.wide[0] is given:
-            tensors.put_note(result, tensors.ANGLE, given)
-        return result
-    value, dtype = call.tensors[0], call.wanted()
-    if dtype is None or dtype == call.dtype:
+    given, dtype = call.args[0] if call.args else None, call.wanted()
+    if tensors.note(given) is not None and dtype in (None, call.dtype):
         return call.plain()
-    call.change(lambda x: copy.source if x is value else x)
-    result = call.plain()
-    if copy.is_weight and tensors.float_dtype(result):
-        tensors.weight_copy(copy.source, result)
+    result = decide(call)
+    if dtype in _formats.SIXTEEN_BIT and call.wide and call.wide[0] is given:
+        tensors.put_note(result, tensors.ANGLE, given)
     return result
 
 
@@ -414,7 +394,8 @@ def noting_weights(original: Callable) -> Callable:
             return original(self, value)
         # The variable is read once, as the tensor that is then copied.
         weight = value.value() if hasattr(value, "read_value") else value
-        return tensors.weight_copy(weight, tensors.cast(weight, self.dtype))
+        copy = tensors.cast(weight, self.dtype)
+        return tensors.noted_copy(weight, copy, is_weight=True)
 
     return maybe_cast
 
@@ -423,14 +404,14 @@ def _in_float32(call: Call) -> Any:
     """Computes in float32; what is 16 bit by list or by wish is rounded."""
     result, wanted = call.in_float32(), call.wanted()
     if wanted in _formats.SIXTEEN_BIT:
-        return tensors.rounded(result, wanted)
+        return tensors.narrow(result, wanted)
     if _block().in_loop and not _casts_in_each_step():
         # A recurrent layer keeps what each step computes for the gradient.
-        return tensors.rounded(result, call.dtype)
+        return tensors.narrow(result, call.dtype)
     given = call.args[0] if call.args else next(iter(call.kwargs.values()))
     if call.op.name in op_lists.INSIDE and tensors.is_16_bit(given):
         # Statistics beside the input may be float32.
-        return tensors.rounded(result, call.dtype)
+        return tensors.narrow(result, call.dtype)
     return result
 
 
@@ -454,16 +435,21 @@ def _of_weights(call: Call) -> Any:
     dtype = call.wanted() or ("float32" if is_wide else call.dtype)
     if call.op.name in op_lists.MOVES and context.in_graph_without_xla():
         # One cast for each weight, not for each of its parts.
-        return keras.tree.map_structure(
-            tensors.weight_copy, call.in_float32(), call.plain()
-        )
+        noted = functools.partial(tensors.noted_copy, is_weight=True)
+        return keras.tree.map_structure(noted, call.in_float32(), call.plain())
+    return _copied(call, dtype, is_weight=True)
 
-    def noted(value: Any) -> Any:
+
+def _copied(call: Call, dtype: str, is_weight: bool) -> Any:
+    """Computes in float32, and returns copies of the result."""
+
+    def copied(value: Any) -> Any:
         if tensors.float_dtype(value) != "float32":
             return value
-        return tensors.weight_copy(value, tensors.narrow(value, dtype))
+        copy = tensors.narrow(value, dtype)
+        return tensors.noted_copy(value, copy, is_weight)
 
-    return tensors.map_leaves(call.in_float32(), noted)
+    return tensors.map_leaves(call.in_float32(), copied)
 
 
 def _narrow(call: Call) -> None:
@@ -473,9 +459,10 @@ def _narrow(call: Call) -> None:
         narrowed = tensors.narrow(value, call.dtype)
         if narrowed is value or tensors.weight_of(value) is None:
             return narrowed
-        return tensors.weight_copy(value, narrowed)
+        return tensors.noted_copy(value, narrowed, is_weight=True)
 
-    call.change(copy)
+    call.args, call.kwargs = tensors.map_leaves((call.args, call.kwargs), copy)
+    call.look()
 
 
 def with_weights(call: Call) -> Any:
@@ -491,7 +478,7 @@ def with_weights(call: Call) -> Any:
     is_product = name in op_lists.NARROW
     is_known = is_product or name in ("add", "subtract", "multiply")
     if place is None or not is_known or _block().in_map:
-        return tensors.rounded(call.in_float32(), call.dtype)
+        return tensors.narrow(call.in_float32(), call.dtype)
     # JAX forms gradients by tracers only.
     is_asked = tapes.may_be_asked() and (
         _ON_TENSORFLOW or any(map(context.is_symbolic, call.tensors))
@@ -529,16 +516,6 @@ def _equation(call: Call, place: int) -> str:
     return op_lists.ROWS if is_rows and ranks[0] != 1 else ""
 
 
-def _moved(call: Call) -> Any:
-    """Moves an input that was only cast; the result is one again."""
-
-    def noted(value: Any) -> Any:
-        copy = tensors.narrow(value, call.dtype)
-        return tensors.input_copy(value, copy)
-
-    return tensors.map_leaves(call.in_float32(), noted)
-
-
 def _made(call: Call) -> Any:
     """Computes an op without 16-bit tensors, which may make one of a number.
 
@@ -556,7 +533,7 @@ def _made(call: Call) -> Any:
             isinstance(x, str | None) or _is_number(x) and abs(x) <= exact_up_to
             for x in counts
         )
-        return tensors.rounded(result, dtype) if is_exact else result
+        return tensors.narrow(result, dtype) if is_exact else result
     if name in op_lists.TAKES_VALUES and _is_unfit(call.numbers, dtype):
         return call.in_float32()
     return call.plain()

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import context, layers, op_places
+from tfmix._keras import context, op_places
 from tfmix.ops import apply, tensors
 
 
@@ -24,21 +24,16 @@ def dot_product_attention(call: apply.Call) -> Any:
         call.is_ruled = call.is_ruled and not op_places.has_float32_logits()
         return apply.apply(call)
     call.look()
-    order = [*inspect.signature(call.op.original).parameters]
-    given = call.args, call.kwargs
-    query, key, scale = (
-        layers.argument(order, *given, name)
-        for name in ("query", "key", "scale")
-    )
+    given = call.op.by_name(call.args, call.kwargs)
+    query, scale = given["query"], given["scale"]
     if scale is None:
-        scale = 1.0 / math.sqrt(key.shape[-1])
+        scale = 1.0 / math.sqrt(given["key"].shape[-1])
     is_half = tensors.float_dtype(query) == "float16"
     if is_half and isinstance(scale, int | float) and scale > 0:
         # A power of two rounds nothing. Logits may reach a million.
         power = 2.0 ** (math.floor(math.log2(scale)) - 4)
-        for name, value in (("query", query * power), ("scale", scale / power)):
-            given = layers.with_argument(order, *given, name, value)
-    return call.op.run(*given)
+        given |= {"query": query * power, "scale": scale / power}
+    return call.op.run((), given)
 
 
 def attention_in_float32(method: Callable) -> Callable:
@@ -63,6 +58,6 @@ def attention_in_float32(method: Callable) -> Callable:
                 (args, kwargs), tensors.to_float32
             )
             result = method(self, *args, **kwargs)
-        return tensors.rounded(result, dtypes.pop())
+        return tensors.narrow(result, dtypes.pop())
 
     return attend

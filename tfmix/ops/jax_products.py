@@ -59,7 +59,7 @@ def contracted(
         )
         return change.astype(inputs.dtype)
 
-    return _with_gradient(function, linear, inputs, weight)
+    return _with_gradient(function, linear, inputs, weight, copy)
 
 
 def convolved(function: Function, inputs: Any, weight: Any, copy: Any) -> Any:
@@ -69,7 +69,6 @@ def convolved(function: Function, inputs: Any, weight: Any, copy: Any) -> Any:
     float16, the incoming gradient is divided by about the square root of the
     number of products in each sum, and the result is multiplied in float32.
     """
-    del copy
     if inputs.dtype != jnp.float16:
         return function(inputs, weight.astype(inputs.dtype))
 
@@ -81,19 +80,18 @@ def convolved(function: Function, inputs: Any, weight: Any, copy: Any) -> Any:
         narrow = (tangent * power).astype(inputs.dtype)
         return function(inputs, narrow) * jnp.asarray(1 / power, inputs.dtype)
 
-    return _with_gradient(function, linear, inputs, weight)
+    return _with_gradient(function, linear, inputs, weight, copy)
 
 
 def multiplied(function: Function, inputs: Any, weight: Any, copy: Any) -> Any:
     """Computes a product of numbers, or one without rules of its own."""
-    del copy
 
     def linear(inputs: Any, tangent: Any, result: Any) -> Any:
         del result
         change = function(inputs.astype(tangent.dtype), tangent)
         return change.astype(inputs.dtype)
 
-    return _with_gradient(function, linear, inputs, weight)
+    return _with_gradient(function, linear, inputs, weight, copy)
 
 
 def added(
@@ -131,29 +129,40 @@ def added(
 
 
 def _with_gradient(
-    function: Function, linear: Linear, inputs: Any, weight: Any
+    function: Function, linear: Linear, inputs: Any, weight: Any, copy: Any
 ) -> Any:
-    """Returns a product, which is linear in each of its factors."""
+    """Returns a product, which is linear in each of its factors.
+
+    The gradient of the copy is the weight's.
+    """
 
     @jax.custom_jvp
-    def result(inputs: Any, weight: Any) -> Any:
-        return function(inputs, weight.astype(inputs.dtype))
+    def result(inputs: Any, weight: Any, copy: Any) -> Any:
+        del weight
+        return function(inputs, copy)
 
     @functools.partial(result.defjvp, symbolic_zeros=True)
     def _(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
-        inputs, weight = primals
-        of_inputs, of_weight = tangents
+        inputs, weight, copy = primals
+        of_inputs, of_weight, _ = tangents
         # If the rule held `result`, which holds the rule, arrays would be freed
         # late.
         again = functools.partial(_with_gradient, function, linear)
-        value = again(inputs, weight)
+        value = again(inputs, weight, copy)
         changes = []
         if not isinstance(of_inputs, SymbolicZero):
-            changes.append(again(of_inputs, weight))
+            # JAX transposes this, and forgets `again`: a second derivative by
+            # the weight would be a sum in 16 bit.
+            is_again = context.is_differentiated(weight)
+            changes.append(
+                linear(of_inputs, weight, value)
+                if is_again
+                else again(of_inputs, weight, copy)
+            )
         if not isinstance(of_weight, SymbolicZero):
             changes.append(linear(inputs, of_weight, value))
         if not changes:
             return value, jnp.zeros_like(value)
         return value, functools.reduce(jnp.add, changes)
 
-    return result(inputs, weight)
+    return result(inputs, weight, copy)

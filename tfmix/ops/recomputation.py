@@ -18,29 +18,25 @@ from typing import Any
 import keras
 
 from tfmix._formats import SIXTEEN_BIT
-from tfmix._keras import context, tapes
+from tfmix._keras import context, replacing, tapes
+from tfmix._keras import variables as keras_variables
 from tfmix.ops import tensors
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 
-# Opens a block with the replacements of a call.
-Block = Callable[[], Any]
 
-
-def alike(original: Callable, block_as_now: Callable[[], Block]) -> Callable:
+def alike(original: Callable) -> Callable:
     """Returns a recorder of custom gradients that keeps the call's settings.
 
     Args:
         original: TensorFlow's recorder. It calls a user's function, which
             returns a result and its gradient function.
-        block_as_now: Function that returns a function, which opens a block with
-            the replacements of now.
     """
 
     @functools.wraps(original)
     def record(f: Callable, args: Any, kwargs: Any) -> Any:
-        block, now = block_as_now(), context.block.get()
+        now = context.block.get()
         is_linear = tapes.is_linear(f)
         # What it calls has no say in its gradient, unless that runs now.
         runs_again = is_linear and now.power is not None
@@ -54,7 +50,7 @@ def alike(original: Callable, block_as_now: Callable[[], Block]) -> Callable:
         def function(*args: Any, **kwargs: Any) -> tuple[Any, Callable]:
             with context.holding(gates=within):
                 result, gradient = f(*args, **kwargs)
-                return result, _as_now(gradient, block, unscales, args)
+                return result, _as_now(gradient, unscales, args)
 
         if unscales:
             return _in_float32(original, function, args, kwargs)
@@ -70,7 +66,7 @@ def _in_float32(
 
     Its result has the dtypes that it would have.
     """
-    given = tf.nest.map_structure(tensors.snapshot, (args, kwargs))
+    given = tf.nest.map_structure(keras_variables.read_by_layer, (args, kwargs))
     narrow = [x.dtype for x in tf.nest.flatten(given) if tensors.is_16_bit(x)]
     state = context.call_state()
 
@@ -103,20 +99,18 @@ def _times(factor: Any, gradients: Any) -> Any:
     return tf.nest.map_structure(scaled, gradients, expand_composites=True)
 
 
-def _as_now(
-    gradient: Callable, block: Block, unscales: bool, inputs: Any
-) -> Callable:
+def _as_now(gradient: Callable, unscales: bool, inputs: Any) -> Callable:
     """Returns a function that runs with the settings of the current call.
 
     Args:
         gradient: The function.
-        block: Opens a block with the replacements of the call.
         unscales: Whether the function gets unscaled gradients. It returns the
             user's, which are scaled again.
         inputs: What it returns gradients of. A wide op makes them float32, and
             a tape adds those of one input, which share its dtype.
     """
     state, settings = context.call_state(), context.block.get()
+    rules = context.active_rules()
     dtypes = [*map(tensors.float_dtype, tf.nest.flatten(inputs))]
 
     def narrowed(gradients: Any) -> Any:
@@ -136,11 +130,10 @@ def _as_now(
         if by is not None:
             upstream = _times(by.down, upstream)
         power = None if unscales else now.power
-        held = {**vars(settings), "power": power, "gates": now.gates}
+        held = {"rules": rules, "power": power, "gates": now.gates}
         with (
-            block(),
+            replacing.block(**{**vars(settings), **held}),
             context.as_called(state),
-            context.holding(**held),
         ):
             found = gradient(*upstream, **variables)
         found = (narrowed(found[0]), found[1]) if variables else narrowed(found)

@@ -30,18 +30,14 @@ ANGLE = "_tfmix_angle"
 LOGITS_OF_KERAS, LOGITS = context.LOGITS, "_tfmix_logits"
 # Losses and metrics read these notes of a tensor.
 NOTES = (context.MASK, LOGITS_OF_KERAS, LOGITS)
-# Keras reads none of these.
-_OWN = frozenset((COPY, ANGLE, LOGITS))
-# Those of JAX's arrays, which take no attributes, by the `id` of the array.
+# The notes on JAX's arrays, which take no attributes, by the `id` of the array.
 # Each is forgotten when its array dies.
 _of_arrays: dict[tuple[int, str], tuple[Any, Any]] = {}
-_NOTHING = None, None
+_NOTHING: dict[str, Any] = {}
 _ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 if _ON_TENSORFLOW:
     import tensorflow as tf
 
-    # `tfmix` replaces it in that module.
-    _tensorflow_cast = tf.cast
     ARRAYS: Any = tf.Tensor
 else:
     import jax
@@ -95,24 +91,14 @@ def is_16_bit(value: Any) -> bool:
     return float_dtype(value) in _formats.SIXTEEN_BIT
 
 
-def snapshot(value: Any) -> Any:
-    """Returns a variable's current value, and anything else unchanged."""
-    # TensorFlow's variable is a reference, which later assignments change.
-    is_variable = isinstance(value, keras.Variable)
-    return keras_variables.read_by_layer(value) if is_variable else value
-
-
 def cast(tensor: Any, dtype: str) -> Any:
     """Casts a tensor by the backend's own function, replaced or not."""
     if not _ON_TENSORFLOW:
         return jax.numpy.asarray(tensor, dtype)
-    kind: Any = type(tensor)
-    if keras_variables.derives(kind, tf.Tensor):
-        # `tf.cast` takes twice as long in eager mode.
-        wanted = tf.as_dtype(dtype)
-        is_same = tensor.dtype == wanted
-        return tensor if is_same else tf.raw_ops.Cast(x=tensor, DstT=wanted)
-    return _tensorflow_cast(tensor, dtype)
+    # `tf.cast` takes twice as long in eager mode.
+    wanted = tf.as_dtype(dtype)
+    is_same = wanted == tensor.dtype
+    return tensor if is_same else tf.raw_ops.Cast(x=tensor, DstT=wanted)
 
 
 def to_float32(value: Any) -> Any:
@@ -122,34 +108,30 @@ def to_float32(value: Any) -> Any:
     """
     if not is_16_bit(value):
         return value
-    value = snapshot(value)
     noted = note(value)
-    source = value if noted is None else noted.source
-    return cast(source, "float32")
+    if noted is None:
+        return cast(keras_variables.read_by_layer(value), "float32")
+    return cast(noted.source, "float32")
 
 
-def narrow(value: Any, dtype: str) -> Any:
-    """Casts a float32 tensor to a dtype and returns anything else unchanged."""
-    if float_dtype(value) != "float32":
-        return value
-    return cast(value, dtype)
+def narrow(nest: Any, dtype: str) -> Any:
+    """Casts the float32 tensors of a nest; returns anything else unchanged."""
 
+    def narrowed(leaf: Any) -> Any:
+        return cast(leaf, dtype) if float_dtype(leaf) == "float32" else leaf
 
-def rounded(nest: Any, dtype: str) -> Any:
-    """Casts the float32 tensors of a nest."""
-    return map_leaves(nest, lambda leaf: narrow(leaf, dtype))
+    return map_leaves(nest, narrowed)
 
 
 def note(tensor: Any, name: str = COPY) -> Any:
     """Returns a note of a tensor, `None` if it has none."""
-    if not _ON_TENSORFLOW and name in _OWN:
-        return _of_arrays.get((id(tensor), name), _NOTHING)[1]
-    # Keras asks for an attribute, and TensorFlow looks long for one that its
-    # tensors lack.
-    held = getattr(tensor, "__dict__", None)
-    if held is not None and _ON_TENSORFLOW:
-        return held.get(name)
-    return context.get_attribute(tensor, name)
+    if _ON_TENSORFLOW:
+        # Keras asks for an attribute, and TensorFlow looks long for one that
+        # its tensors lack.
+        return getattr(tensor, "__dict__", _NOTHING).get(name)
+    if name == context.MASK:
+        return context.get_attribute(tensor, name)
+    return _of_arrays.get((id(tensor), name), (None, None))[1]
 
 
 def put_note(tensor: Any, name: str, value: Any) -> None:
@@ -157,43 +139,41 @@ def put_note(tensor: Any, name: str, value: Any) -> None:
     # Numbers and NumPy arrays may be the caller's data, so they get no notes.
     if tensor is None or isinstance(tensor, _DATA):
         return
-    if not _ON_TENSORFLOW and name in _OWN:
+    if _ON_TENSORFLOW:
+        # `setattr` makes no dictionary under Python 3.11. TensorFlow then makes
+        # one while Python collects garbage; long eager runs have crashed there.
+        tensor.__dict__[name] = value
+    elif name == context.MASK:
+        context.set_attribute(tensor, name, value)
+    else:
         # Keras's function takes as long as an op.
         key = id(tensor), name
         forget = functools.partial(_of_arrays.pop, key)
         _of_arrays[key] = weakref.ref(tensor, forget), value
-        return
-    held = getattr(tensor, "__dict__", None)
-    if held is not None and _ON_TENSORFLOW:
-        # `setattr` makes no dictionary under Python 3.11. TensorFlow then makes
-        # one while Python collects garbage; long eager runs have crashed there.
-        held[name] = value
-    else:
-        context.set_attribute(tensor, name, value)
 
 
 def copy_notes(
     source: Any, target: Any, change: Callable[[Any], Any] = lambda x: x
-) -> None:
-    """Copies the notes for losses and metrics, each changed by a function."""
+) -> Any:
+    """Copies the notes for losses and metrics, each changed by a function.
+
+    Returns the target.
+    """
     for name in NOTES:
         value = note(source, name)
         if value is not None:
             changed = keras.tree.map_structure(change, value)
             if target is not source or changed is not value:
                 put_note(target, name, changed)
+    return target
 
 
-def weight_copy(weight: Any, copy: Any) -> Any:
-    """Notes on a tensor which float32 weight it is a copy of, or itself is."""
-    source = None if copy is weight else weight
-    put_note(copy, COPY, Copy(source, True))
-    return copy
+def noted_copy(source: Any, copy: Any, is_weight: bool) -> Any:
+    """Notes on a tensor what float32 tensor it is a copy of; returns it.
 
-
-def input_copy(source: Any, copy: Any) -> Any:
-    """Notes on a 16-bit tensor what it was before a cast."""
-    put_note(copy, COPY, Copy(source, False))
+    A weight that is float32 itself is noted as one, too.
+    """
+    put_note(copy, COPY, Copy(None if copy is source else source, is_weight))
     return copy
 
 
@@ -229,27 +209,13 @@ def to_float32_with_notes(value: Any) -> Any:
     """
     if float_dtype(value) not in ("float32", *_formats.SIXTEEN_BIT):
         return value
-    result = to_float32(value)
     # Float32 probabilities may have 16-bit logits, which are cast then.
-    copy_notes(value, result, to_float32)
-    return result
-
-
-def to_16_bit_with_notes(nest: Any, dtype: str) -> Any:
-    """Casts float32 tensors to 16 bit and keeps their masks and logits."""
-
-    def cast_leaf(value: Any) -> Any:
-        result = narrow(value, dtype)
-        if result is not value:
-            copy_notes(value, result)
-        return result
-
-    return map_leaves(nest, cast_leaf)
+    return copy_notes(value, to_float32(value), to_float32)
 
 
 def note_cast(source: Any, converted: Any, tensor: Any) -> None:
     """Notes what a layer has cast, and copies the mask of its source."""
-    input_copy(tensor, converted)
+    noted_copy(tensor, converted, is_weight=False)
     layers.copy_mask(source, converted)  # Keras 3.12 loses it in a cast
 
 
@@ -289,44 +255,37 @@ def map_leaves(nest: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def floats(nest: Any) -> tuple[list, Callable[[list], Any]]:
-    """Returns a nest's float arrays and what is attached, as for a gate.
+    """Returns a nest's float arrays and those of its notes, as for a gate.
 
     It also returns the function that puts others in their place.
     """
     found: list = []
 
     def noted(array: Any) -> Any:
-        if float_dtype(array):
+        if _is_float_array(array):
             found.append(array)
         return array
 
     def rebuilt(values: list) -> Any:
         new = iter(values)
-        return _rebuilt(nest, lambda x: next(new) if float_dtype(x) else x)
+        return _rebuilt(nest, lambda x: next(new) if _is_float_array(x) else x)
 
     _rebuilt(nest, noted)
     return found, rebuilt
 
 
 def _rebuilt(nest: Any, function: Callable[[Any], Any]) -> Any:
-    """Applies a function to the arrays of a nest and what is attached."""
-    return map_leaves(nest, functools.partial(_rebuilt_leaf, function))
+    """Applies a function to the leaves of a nest and their notes."""
+
+    def rebuilt(leaf: Any) -> Any:
+        if _ON_TENSORFLOW and isinstance(leaf, tf.__internal__.CompositeTensor):
+            # These are ragged or sparse.
+            return tf.nest.map_structure(function, leaf, expand_composites=True)
+        return copy_notes(leaf, function(leaf), function)
+
+    return map_leaves(nest, rebuilt)
 
 
-def _rebuilt_leaf(function: Callable[[Any], Any], leaf: Any) -> Any:
-    # A function that called itself by a closure would be a reference cycle,
-    # which keeps eager tensors until Python collects garbage.
-    if _ON_TENSORFLOW and isinstance(leaf, tf.__internal__.CompositeTensor):
-        # These are ragged or sparse
-        of_part = functools.partial(_rebuilt_leaf, function)
-        return tf.nest.map_structure(of_part, leaf, expand_composites=True)
-    if not _is_array(leaf):
-        return leaf
-    new = function(leaf)
-    copy_notes(leaf, new, lambda x: function(x) if _is_array(x) else x)
-    return new
-
-
-def _is_array(value: Any) -> bool:
+def _is_float_array(value: Any) -> bool:
     kind: Any = type(value)
-    return keras_variables.derives(kind, ARRAYS)
+    return keras_variables.derives(kind, ARRAYS) and bool(float_dtype(value))

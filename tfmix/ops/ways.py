@@ -11,7 +11,7 @@ from typing import Any
 import keras
 
 from tfmix import _formats
-from tfmix._keras import context
+from tfmix._keras import context, layers
 from tfmix._keras import variables as keras_variables
 from tfmix.ops import apply, attention, logits, tensors
 
@@ -85,24 +85,18 @@ def separable_conv(call: apply.Call) -> Any:
 def take(call: apply.Call) -> Any:
     """Takes rows of a weight; TensorFlow reads only those."""
     table = call.args[0]
-    is_variable = isinstance(table, keras.Variable)
-    dtype = keras_variables.narrow_dtype(table) if is_variable else None
-    if dtype is not None:
-        if context.on_shapes_only():
-            return call.plain()
-        with keras_variables.autocast(None):
-            rows = call.plain()
+    if isinstance(table, keras.Variable) and keras_variables.is_float32(table):
+        weight = keras_variables.read(table)
     else:
         weight = tensors.weight_of(table)
-        if weight is None or not tensors.is_16_bit(table):
-            return apply.apply(call)
-        dtype = tensors.float_dtype(table)
-        rows = call.op.run((weight, *call.args[1:]), call.kwargs)
+    if weight is None or not tensors.is_16_bit(table):
+        return apply.apply(call)
+    rows = call.op.run((weight, *call.args[1:]), call.kwargs)
     # A note would keep all rows in float32.
-    narrowed = tensors.narrow(rows, dtype)
+    narrowed = tensors.narrow(rows, tensors.float_dtype(table))
     if context.block.get().in_map:
         # Each row of the map may take the same ones.
-        tensors.weight_copy(rows, narrowed)
+        tensors.noted_copy(rows, narrowed, is_weight=True)
     return narrowed
 
 
@@ -113,15 +107,20 @@ def unbiased_dropout(original: Callable) -> Callable:
     0 and 1: at a rate of 0.3 in bfloat16 it dropped 0.305 and multiplied by
     1 / 0.7. The rate becomes the nearest that the format can draw.
     """
+    order = "inputs", "rate"
 
     @functools.wraps(original)
-    def dropout(inputs: Any, rate: Any, *args: Any, **kwargs: Any) -> Any:
+    def dropout(*args: Any, **kwargs: Any) -> Any:
+        inputs, rate = (layers.argument(order, args, kwargs, n) for n in order)
         dtype = tensors.float_dtype(inputs)
         is_rate = isinstance(rate, float) and 0.0 < rate < 1.0
         if is_rate and dtype in _formats.SIXTEEN_BIT and context.active_rules():
             step = _formats.LIMITS[dtype].epsilon
             rate = min(max(round(rate / step) * step, step), 1.0 - step)
-        return original(inputs, rate, *args, **kwargs)
+            args, kwargs = layers.with_argument(
+                order, args, kwargs, "rate", rate
+            )
+        return original(*args, **kwargs)
 
     return dropout
 

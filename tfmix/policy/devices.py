@@ -6,7 +6,7 @@ import re
 
 import keras
 
-from tfmix import _messages, _tables
+from tfmix import _messages
 
 # Tensor Cores take bfloat16 from compute capability 8.0 (Ampere) on and
 # float16 from 7.0 (Volta) on; below that 16 bit saves memory, not time.
@@ -40,32 +40,6 @@ class Device:
     backend: str
 
 
-class Devices(tuple[Device, ...], _tables.Printed):
-    """A tuple of `Device` records that prints as a table."""
-
-    def tables(self) -> list[_tables.Table]:
-        """Returns what to print."""
-        speeds = ("not faster", "fast")
-        rows = [
-            (
-                device.kind,
-                device.name,
-                ".".join(map(str, device.compute_capability or ())) or "-",
-                speeds[device.float16],
-                speeds[device.bfloat16],
-                speeds[device.float8],
-            )
-            for device in self
-        ]
-        heads = ("kind", "name", "capability", "float16", "bfloat16", "float8")
-        return [_tables.Table(heads, rows, notes=[self.auto()])]
-
-    def auto(self) -> str:
-        """Describes what `"auto"` is on these devices."""
-        name, reason = suited_policy(self)
-        return f"'auto' is '{name}' here: {reason}"
-
-
 def describe(
     kind: str,
     name: str,
@@ -93,25 +67,14 @@ def describe(
     return Device(kind, name, capability, float16, bfloat16, float8, backend)
 
 
-def devices() -> Devices:
-    """Lists the devices Keras's backend computes on.
-
-    Use it to see why `"auto"` chose what it chose.
-
-    Returns:
-        Accelerators first, then CPUs: a tuple of frozen `Device` records,
-        which prints as a table.
-
-    Examples:
-        >>> "CPU" in {device.kind for device in devices()}
-        True
-    """
+def devices() -> tuple[Device, ...]:
+    """Lists the devices Keras's backend computes on, accelerators first."""
     on_jax = keras.backend.backend() == "jax"
     listed = _read_jax() if on_jax else _read_tensorflow()
     usable = [
         device for device in listed if device.kind in ("GPU", "TPU", "CPU")
     ]
-    return Devices(sorted(usable, key=lambda device: device.kind == "CPU"))
+    return tuple(sorted(usable, key=lambda device: device.kind == "CPU"))
 
 
 def is_on_tpu() -> bool:

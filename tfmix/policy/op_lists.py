@@ -64,6 +64,8 @@ INSIDE: tuple[str, ...] = (
     "qr",
     # Their gradients sum over all places of a number.
     *("take_along_axis", "broadcast_to", "repeat", "tile", "resize"),
+    # It computes places of pixels, and draws, in the dtype of its image.
+    "elastic_transform",
 )
 
 DEFAULT_FLOAT32_OPS = (*WIDE, *INSIDE)

@@ -10,6 +10,7 @@ optimizer are a part.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -237,7 +238,9 @@ class _Guard:
             "get_metrics_result": self._metrics_result,
         }
         if on_tensorflow:
-            self.wrappers |= {files.CHILDREN: self._children}
+            # A function that calls `train_step` is saved with these.
+            children = functools.partial(files.children, self._used)
+            self.wrappers |= {files.CHILDREN: children}
 
     def _on_tensorflow(
         self, original: Callable, *args: Any, **kwargs: Any
@@ -406,14 +409,9 @@ class _Guard:
         metrics = layers.metrics(self._model)
         return [v for metric in metrics for v in metric.variables]
 
-    def _children(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Lists what a function that calls `train_step` is saved with."""
-
-        def used() -> list:
-            counts = self._counter.variables if self._counter else []
-            return [*self._watched(), *counts]
-
-        return files.children(original, used, *args, **kwargs)
+    def _used(self) -> list:
+        counts = self._counter.variables if self._counter else []
+        return [*self._watched(), *counts]
 
 
 def _values_to_restore(pairs: list) -> list:

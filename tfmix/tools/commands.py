@@ -17,11 +17,12 @@ from rich import console, markup, text
 from tfmix import _messages
 from tfmix.autocast import global_policy
 from tfmix.conversion import convert
-from tfmix.policy.devices import devices, suited_policy
+from tfmix.policy.devices import suited_policy
 from tfmix.tools import demo
 from tfmix.tools.diagnostics import check, environment
 from tfmix.tools.hardware import advice as advise
 from tfmix.tools.hardware import compiling
+from tfmix.tools.hardware.device_table import devices
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,16 +1,13 @@
 """The names, grids and descriptions of accelerators."""
 
-import importlib
-
 import pytest
 
 import tfmix
 from tests import helpers
+from tfmix.policy import devices
 from tfmix.tools.hardware import target as targets
 
 pytestmark = pytest.mark.every_case("each row is a separate rule, and fast")
-
-devices = importlib.import_module("tfmix.policy.devices")
 
 
 def test_targets_print_as_a_table():

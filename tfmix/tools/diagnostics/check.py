@@ -21,7 +21,6 @@ from tfmix._keras import (
 )
 from tfmix.autocast import global_policy, layer_calls
 from tfmix.autocast import record as mixed_model
-from tfmix.conversion import dtype_notes, planned_policies
 from tfmix.float8 import chosen_layers
 from tfmix.gradient_scaling import model_call
 from tfmix.loss_scaling import optimizer as scaling
@@ -29,8 +28,10 @@ from tfmix.loss_scaling import rules
 from tfmix.policy import policy as policies
 from tfmix.tools.diagnostics import batch as batches
 from tfmix.tools.diagnostics import (
+    dtype_notes,
     numerics_report,
     passes,
+    plans,
     probe,
     runs,
     verdicts,
@@ -109,7 +110,7 @@ def sampled(
     Raises:
         ValueError: If no layer computes in 16 bit, or the batch does not fit.
     """
-    if not planned_policies.sixteen_bit_layers(model):
+    if not plans.sixteen_bit_layers(model):
         raise ValueError(_IDLE)
     has_loss = training.compiled_loss(model) is not None
     batch = batches.prepare(model, x, y if has_loss else None, None, None)
@@ -123,7 +124,7 @@ def _run(
     base: policies.Policy,
 ) -> numerics_report.NumericsReport:
     limits = _formats.LIMITS[base.compute_dtype]
-    sixteen = planned_policies.sixteen_bit(original.model, chosen)
+    sixteen = plans.sixteen_bit(original.model, chosen)
     bad_rows = original.bad_rows()
     batch = original.without({row for bad in bad_rows for row in bad.rows})
     with _under_policy(chosen, batch.model, sixteen):
@@ -144,8 +145,7 @@ def _run(
     narrow = [
         layer
         for layer in layers.that_compute(model)
-        if planned_policies.dtype(judge.run.planned, layer)
-        in _formats.SIXTEEN_BIT
+        if plans.dtype(judge.run.planned, layer) in _formats.SIXTEEN_BIT
     ]
     idle = [] if narrow else [_IDLE]
     return numerics_report.NumericsReport(
@@ -215,7 +215,7 @@ def _returned_dtypes(judge: runs.Judge) -> dict[str, str]:
 def _under_policy(
     chosen: keras.DTypePolicy | None,
     model: keras.Model,
-    sixteen: planned_policies.Plan,
+    sixteen: plans.Plan,
 ) -> Iterator[None]:
     """Makes a model compute under a policy; `None` keeps its own setup."""
     with contextlib.ExitStack() as conditions:
@@ -240,7 +240,7 @@ def _policy(
     model: Any, policy: str | keras.DTypePolicy | None
 ) -> tuple[keras.DTypePolicy | None, policies.Policy]:
     """Returns the policy to plan with, None for the model's, and its rules."""
-    sixteen = planned_policies.sixteen_bit_layers(model)
+    sixteen = plans.sixteen_bit_layers(model)
     now = {layer.compute_dtype for layer in sixteen}
     if policy is None:
         own_policy = mixed_model.policy_of(model)

@@ -10,7 +10,7 @@ import keras
 from tfmix import _tables
 from tfmix._keras import replacing
 from tfmix.autocast import global_policy
-from tfmix.policy.devices import devices
+from tfmix.tools.hardware.device_table import devices
 
 _PACKAGES = ("tensorflow", "tensorflow-cpu", "jax", "numpy")
 

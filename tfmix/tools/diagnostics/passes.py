@@ -12,12 +12,12 @@ from keras import ops
 
 from tfmix import _formats
 from tfmix._keras import layers
-from tfmix.conversion import planned_policies
 from tfmix.loss_scaling import rules
 from tfmix.ops import tensors
 from tfmix.tools.diagnostics import batch as batches
 from tfmix.tools.diagnostics import (
     differentiation,
+    plans,
     probe,
     programs,
     ranges,
@@ -32,7 +32,7 @@ _HIGHEST = 2.0**100
 
 def find(
     batch: batches.Batch,
-    planned: planned_policies.Plan,
+    planned: plans.Plan,
     limits: _formats.Format,
     rule: rules.LossScale,
     has_policy: bool,

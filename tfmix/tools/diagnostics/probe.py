@@ -12,7 +12,7 @@ from keras import ops, tree
 
 from tfmix._keras import graphs
 from tfmix._keras import layers as host
-from tfmix.conversion import planned_policies
+from tfmix.tools.diagnostics import plans
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class Target:
         ]
         return list({id(variable): variable for variable in variables}.values())
 
-    def planned(self, plan: planned_policies.Plan) -> planned_policies.Plan:
+    def planned(self, plan: plans.Plan) -> plans.Plan:
         """Returns the part of a plan that is about `layers`."""
         return {layer: plan[layer] for layer in self.layers if layer in plan}
 

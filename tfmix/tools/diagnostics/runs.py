@@ -15,7 +15,13 @@ from tfmix._keras import variables as keras_variables
 from tfmix.autocast import layer_calls
 from tfmix.conversion import planned_policies
 from tfmix.tools.diagnostics import batch as batches
-from tfmix.tools.diagnostics import differentiation, probe, programs, ranges
+from tfmix.tools.diagnostics import (
+    differentiation,
+    plans,
+    probe,
+    programs,
+    ranges,
+)
 
 Key = tuple[int, int]
 # A list of tensors in 16 bit, and the same tensors in float32.
@@ -38,7 +44,7 @@ class SixteenBitRun:
     signatures: dict[Key, Signature]
     output_dtypes: tuple[str, ...]
     # The plan has float32 for each layer that fell back to it.
-    planned: planned_policies.Plan
+    planned: plans.Plan
     fallbacks: list[str]  # the reasons of these layers
 
 
@@ -53,7 +59,7 @@ class Truth:
 @contextlib.contextmanager
 def in_float32(model: keras.Model) -> Iterator[None]:
     """Makes a model compute in float32 inside a block."""
-    reference = planned_policies.reference(model)
+    reference = plans.reference(model)
     with graphs.policies(reference), keras_variables.autocast("float32"):
         yield
 
@@ -61,7 +67,7 @@ def in_float32(model: keras.Model) -> Iterator[None]:
 def sixteen_bit(
     batch: batches.Batch,
     targets: Sequence[probe.Target],
-    planned: planned_policies.Plan,
+    planned: plans.Plan,
 ) -> SixteenBitRun:
     """Runs the model forward in 16 bit and records the dtypes."""
     signatures: dict[Key, Signature] = {}
@@ -266,7 +272,7 @@ class Judge:
     def _in_sixteen_bit(self, target: probe.Target) -> Iterator[None]:
         layer, autocast = target.operation, None
         if isinstance(layer, keras.Layer) and layer.autocast:
-            autocast = planned_policies.dtype(self.run.planned, layer)
+            autocast = plans.dtype(self.run.planned, layer)
         with (
             graphs.policies(target.planned(self.run.planned)),
             keras_variables.autocast(autocast),

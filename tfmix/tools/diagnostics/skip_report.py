@@ -303,11 +303,13 @@ def fit(model: keras.Model, fit: Callable, *args: Any, **kwargs: Any) -> Any:
         watch.leave()
 
 
-def begin(model: keras.Model) -> None:
-    """Lets the watch join the callbacks, which exist by now.
+def begin(model: keras.Model, make: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Makes a model's step; lets the watch join the callbacks.
 
-    Code of the user's may also call the `fit` of the model's class.
+    These exist by now. Code of the user's may also call the `fit` of the
+    model's class.
     """
+    made = make(*args, **kwargs)
     watch = _watch_of_fit.get()
     history = getattr(model, "history", None)
     # That of an earlier run, which a single step would find, has entries.
@@ -315,3 +317,4 @@ def begin(model: keras.Model) -> None:
         watch = SkipWatch()
     if watch is not None:
         watch.join(model)
+    return made

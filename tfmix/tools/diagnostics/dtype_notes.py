@@ -8,6 +8,7 @@ from tfmix._keras import layers
 from tfmix.autocast import global_policy, record
 from tfmix.conversion import planned_policies
 from tfmix.policy import policy as policies
+from tfmix.tools.diagnostics import plans
 
 # float16 rounds half of its smallest number, 6e-8, to 0.
 _DIGITS = {
@@ -50,7 +51,7 @@ def on_compile(model: keras.Model) -> None:
 
 
 def last_activations(
-    model: keras.Model, planned: planned_policies.Plan | None = None
+    model: keras.Model, planned: plans.Plan | None = None
 ) -> list[str]:
     """Names each last layer whose probabilities are rounded to 16 bit.
 
@@ -67,7 +68,7 @@ def last_activations(
         is_last = id(layer) in last if is_known else name == "softmax"
         if name is None or not is_last:
             continue
-        dtype = planned_policies.dtype(planned or {}, layer)
+        dtype = plans.dtype(planned or {}, layer)
         if dtype in _formats.SIXTEEN_BIT and _returns(model, name, dtype):
             notes.append(
                 f"the last layer, {layer.name!r}, returns its {name} in "

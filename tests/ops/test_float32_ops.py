@@ -10,7 +10,6 @@ from keras import ops as kops
 from tests import helpers
 from tests.ops import test_every_op as every_op
 from tfmix._keras import context, op_places, replacing
-from tfmix.autocast.global_policy import policy_scope
 from tfmix.policy import op_lists
 from tfmix.policy import policy as policies
 
@@ -107,33 +106,3 @@ def test_sparse_input_is_untouched():
     after = kops.sum(sparse, axis=1)
     assert type(after) is type(before)
     assert after.dtype == before.dtype
-
-
-def resized(policy):
-    """Returns a gradient through resized images, compiled by XLA."""
-    import tensorflow as tf
-
-    with policy_scope(policy):
-        keras.utils.set_random_seed(1)
-        stack = [keras.Input((8, 8, 3)), keras.layers.Conv2D(4, 3)]
-        stack.append(keras.layers.UpSampling2D(2, interpolation="bilinear"))
-        model = keras.Sequential(stack)
-
-    @tf.function(jit_compile=True, autograph=False)
-    def gradient(x):
-        with tf.GradientTape() as tape:
-            total = kops.mean(model(x, training=True) ** 2)
-        return tape.gradient(total, model.trainable_variables)[0]
-
-    x = np.random.default_rng(0).normal(size=(2, 8, 8, 3))
-    return gradient(tf.constant(x, "float32")).numpy()
-
-
-@pytest.mark.costly
-@helpers.requires_backend("tensorflow")
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_xla_compiles_the_gradient_of_resized_images(policy):
-    found, exact = (resized(each) for each in (policy, "float32"))
-    scale = np.abs(exact).max()
-    dtype = policy.removeprefix("mixed_")
-    helpers.assert_close(found / scale, exact / scale, dtype)

@@ -7,7 +7,8 @@ import keras
 from tfmix import _arguments, _formats, _tables
 from tfmix._keras import graphs, layers
 from tfmix.autocast import layer_calls
-from tfmix.conversion import dtype_notes, planned_policies
+from tfmix.conversion import planned_policies
+from tfmix.tools.diagnostics import dtype_notes
 
 
 @dataclasses.dataclass(frozen=True)
