@@ -370,9 +370,7 @@ def assigning(original: Callable, exactly: Callable) -> Callable:
 
     @functools.wraps(original)
     def assign(self: Any, value: Any) -> Any:
-        kind: Any = type(value)
-        dtype = tensors.known_dtype(kind, getattr(value, "dtype", None))
-        if dtype in _formats.SIXTEEN_BIT:
+        if tensors.is_16_bit(value):
             return exactly(original, self, value)
         return original(self, value)
 
@@ -387,10 +385,9 @@ def noting_weights(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def maybe_cast(self: Any, value: Any) -> Any:
-        kind: Any = type(value)
         if (
             self.dtype not in _formats.SIXTEEN_BIT
-            or tensors.known_dtype(kind, value.dtype) != "float32"
+            or tensors.float_dtype(value) != "float32"
             # Copies of symbols get no notes, so that ops leave them to Keras.
             or context.on_shapes_only()
         ):

@@ -290,9 +290,7 @@ def _with_gradient(
         pulled = _pulled(lambda x: function(x, again), inputs, upstream)
         return [None, pulled, total]
 
-    sources = [result, inputs, weight]
-    (result,) = tapes.replaced([result], sources, [], of_all)
-    return result
+    return tapes.replaced([result], [result, inputs, weight], [], of_all)[0]
 
 
 def _recorded(
