@@ -462,9 +462,11 @@ def read_by_layer(variable: Any) -> Any:
 
     Anything else is returned unchanged.
     """
-    kind: Any = type(variable)
-    is_variable = derives(kind, keras.Variable)
-    return _snapshot(variable.value if is_variable else variable)
+    is_variable = isinstance(variable, keras.Variable)
+    value = variable.value if is_variable else variable
+    kind: Any = type(value)
+    is_tensor = keras.backend.backend() == "jax" or derives(kind, tf.Tensor)
+    return value if is_tensor else _snapshot(value)
 
 
 def _snapshot(value: Any) -> Any:

@@ -352,7 +352,7 @@ def cast(call: Call) -> Any:
         call.args = (keras_variables.read(call.args[0]), *call.args[1:])
     call.look()
     given, dtype = call.args[0] if call.args else None, call.wanted()
-    if tensors.note(given) is not None and dtype in (None, call.dtype):
+    if any(call.copies) and dtype in (None, call.dtype):
         return call.plain()
     result = decide(call)
     if dtype in _formats.SIXTEEN_BIT and call.wide and call.wide[0] is given:

@@ -109,9 +109,11 @@ def to_float32(value: Any) -> Any:
     if not is_16_bit(value):
         return value
     noted = note(value)
-    if noted is None:
-        return cast(keras_variables.read_by_layer(value), "float32")
-    return cast(noted.source, "float32")
+    if noted is not None:
+        value = noted.source
+    elif isinstance(value, keras.Variable):
+        value = keras_variables.read_by_layer(value)
+    return cast(value, "float32")
 
 
 def narrow(nest: Any, dtype: str) -> Any:
