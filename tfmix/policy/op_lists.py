@@ -30,6 +30,8 @@ WIDE: tuple[str, ...] = (
     *("cumsum", "nancumsum", "bincount", "scatter", "corrcoef", "cdist"),
     *("norm", "normalize", "logsumexp", "logaddexp", "logaddexp2"),
     *("psnr", "ssim"),
+    # They fill empty segments with the lowest number of the dtype.
+    *("segment_max", "segment_min"),
     # Products and powers leave float16's range in a few steps.
     *("prod", "nanprod", "cumprod", "nancumprod", "segment_prod", "vander"),
     *("square", "power", "exp", "exp2", "expm1", "sinh", "cosh", "i0"),
