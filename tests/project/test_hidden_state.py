@@ -16,6 +16,7 @@ MARKS = {
     "angle": "a tensor: the angle before a cast of the user's",
     "copy": "a tensor: the weight or input that it is a copy of",
     "logits": "a tensor: what its probabilities are made of",
+    "wide": "a gradient in eager mode: its float32 copy",
     "parts": "a tensor: the power of two and what it multiplies",
     "gradients": "a graph: the gradients that are replaced in it",
     "final": "an error: no fallback runs the layer again",
