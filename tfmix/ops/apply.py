@@ -370,7 +370,9 @@ def assigning(original: Callable, exactly: Callable) -> Callable:
 
     @functools.wraps(original)
     def assign(self: Any, value: Any) -> Any:
-        if tensors.is_16_bit(value):
+        kind: Any = type(value)
+        dtype = tensors.known_dtype(kind, getattr(value, "dtype", None))
+        if dtype in _formats.SIXTEEN_BIT:
             return exactly(original, self, value)
         return original(self, value)
 
