@@ -290,7 +290,7 @@ def _floats(value: Any) -> list:
     # Most are weights. What is attached to an array is reached as it is.
     kind: Any = type(value)
     if keras_variables.derives(kind, tensors.ARRAYS):
-        return [value] if tensors.float_dtype(value) else []
+        return [value] if tensors.known_dtype(kind, value.dtype) else []
     return tensors.floats(value)[0]
 
 
