@@ -52,7 +52,7 @@ def look(model: keras.Model, x: np.ndarray, y: np.ndarray) -> str:
         assert_type(row.headroom_bits, float)
     assert_type(report.suggested_policy(), tfmix.Policy)
     report.plot("headroom.png")
-    advice = tfmix.hardware.advise(model, 32, x=x)
+    advice = tfmix.hardware.advise(model, 32)
     assert_type(advice.share_16bit, float)
     names = [device.name for device in tfmix.hardware.devices()]
     assert_type(names, list[str])
