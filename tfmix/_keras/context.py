@@ -357,17 +357,3 @@ def untouched(function: Function) -> Function:
     if keras.backend.backend() != "tensorflow":
         return function
     return tf.autograph.experimental.do_not_convert(function)
-
-
-@contextlib.contextmanager
-def nothing_traced() -> Iterator[None]:
-    """Runs `tf.function`s op by op in a block, in all threads."""
-    if keras.backend.backend() != "tensorflow":
-        yield
-        return
-    before = tf.config.functions_run_eagerly()
-    tf.config.run_functions_eagerly(True)
-    try:
-        yield
-    finally:
-        tf.config.run_functions_eagerly(before)

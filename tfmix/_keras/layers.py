@@ -5,12 +5,11 @@ classes stay unchanged, and all wrappers of one role are attached and detached
 together.
 """
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -298,17 +297,6 @@ def owns_random_numbers(layer: Any) -> bool:
 def kernel_of(layer: Any) -> keras.Variable | None:
     """Returns the variable of a layer's kernel, if it is built."""
     return getattr(layer, "_kernel", None)
-
-
-@contextlib.contextmanager
-def trial() -> Iterator[Any]:
-    """Yields the open `keras.StatelessScope`, and restores it afterwards."""
-    scope: Any = context.open_scope()
-    mapping, losses = dict(scope.state_mapping), list(scope.losses)
-    try:
-        yield scope
-    finally:
-        scope.state_mapping, scope.losses = mapping, losses
 
 
 def copy_mask(source: Any, destination: Any) -> None:

@@ -37,19 +37,6 @@ def swap(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
     own[name] = value
 
 
-def call_first(
-    undo: contextlib.ExitStack, owner: Any, name: str, first: Callable
-) -> None:
-    """Calls a function before a method of one object, until a stack unwinds."""
-    method = getattr(owner, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        first(*args, **kwargs)
-        return method(*args, **kwargs)
-
-    swap(undo, owner, name, call)
-
-
 def copy_module(
     module: types.ModuleType, functions: Mapping[str, Callable]
 ) -> types.ModuleType:

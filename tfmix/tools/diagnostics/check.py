@@ -12,7 +12,6 @@ from keras import ops
 
 from tfmix import _bad_rows, _formats, _progress
 from tfmix._keras import (
-    context,
     graphs,
     layers,
     optimizers,
@@ -219,7 +218,7 @@ def _under_policy(
 ) -> Iterator[None]:
     """Makes a model compute under a policy; `None` keeps its own setup."""
     with contextlib.ExitStack() as conditions:
-        conditions.enter_context(context.nothing_traced())
+        conditions.enter_context(nothing_traced())
         conditions.enter_context(model_call.outputs_as_made())
         if isinstance(chosen, policies.Policy):
             names = {*chosen.float32_ops, policies.SIXTEEN_BIT}
@@ -324,3 +323,19 @@ def _broken(layer: str, phase: str, advice: str) -> verdicts.LayerVerdict:
     return verdicts.LayerVerdict(
         layer, phase, verdict, math.inf, -math.inf, advice, broken=True
     )
+
+
+@contextlib.contextmanager
+def nothing_traced() -> Iterator[None]:
+    """Runs `tf.function`s op by op in a block, in all threads."""
+    if keras.backend.backend() != "tensorflow":
+        yield
+        return
+    import tensorflow as tf
+
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(before)

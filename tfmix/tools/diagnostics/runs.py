@@ -286,7 +286,7 @@ def _function(
     """Returns a call as a function of its tensors and its weights."""
 
     def function(inputs: list[Any]) -> list[Any]:
-        with layers.trial() as scope:
+        with _trial() as scope:
             for variable, value in zip(weights, inputs[tensors:], strict=True):
                 scope.state_mapping[id(variable)] = value
             before = len(scope.losses)
@@ -294,3 +294,14 @@ def _function(
             return [*probe.floats(outputs), *scope.losses[before:]]
 
     return function
+
+
+@contextlib.contextmanager
+def _trial() -> Iterator[Any]:
+    """Yields the open `keras.StatelessScope`, and restores it afterwards."""
+    scope: Any = context.open_scope()
+    mapping, losses = dict(scope.state_mapping), list(scope.losses)
+    try:
+        yield scope
+    finally:
+        scope.state_mapping, scope.losses = mapping, losses

@@ -133,9 +133,7 @@ class SkipWatch(keras.callbacks.Callback):
             "on_epoch_end",
             "on_train_end",
         ):
-            replacing.call_first(
-                self._leaving, history, name, getattr(self, name)
-            )
+            _call_first(self._leaving, history, name, getattr(self, name))
 
     def leave(self) -> None:
         """Leaves the callbacks."""
@@ -328,3 +326,16 @@ def begin(model: keras.Model, make: Callable, *args: Any, **kwargs: Any) -> Any:
     if watch is not None:
         watch.join(model)
     return made
+
+
+def _call_first(
+    undo: contextlib.ExitStack, owner: Any, name: str, first: Callable
+) -> None:
+    """Calls a function before a method of one object, until a stack unwinds."""
+    method = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        first(*args, **kwargs)
+        return method(*args, **kwargs)
+
+    replacing.swap(undo, owner, name, call)

@@ -3,7 +3,7 @@
 import keras
 import pytest
 
-from tfmix._keras import context
+from tfmix.tools.diagnostics import check
 
 pytestmark = pytest.mark.skipif(
     keras.backend.backend() != "tensorflow", reason="TensorFlow's functions"
@@ -25,8 +25,8 @@ def is_eager():
 
 
 def test_a_block_inside_a_block_ends_neither(is_eager):
-    with context.nothing_traced():
-        with context.nothing_traced():
+    with check.nothing_traced():
+        with check.nothing_traced():
             assert is_eager()
         assert is_eager()
     assert not is_eager()
@@ -34,7 +34,7 @@ def test_a_block_inside_a_block_ends_neither(is_eager):
 
 def test_functions_are_traced_again_after_an_error(is_eager):
     def failing():
-        with context.nothing_traced():
+        with check.nothing_traced():
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -47,7 +47,7 @@ def test_a_user_who_asked_for_eager_functions_keeps_them(is_eager):
 
     tf.config.run_functions_eagerly(True)
     try:
-        with context.nothing_traced():
+        with check.nothing_traced():
             assert is_eager()
         assert is_eager()
     finally:
