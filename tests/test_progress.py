@@ -24,13 +24,6 @@ def terminal(monkeypatch, stream=None):
     return sys.stderr
 
 
-def test_a_terminal_shows_the_line(monkeypatch):
-    stream = terminal(monkeypatch)
-    with _progress.shown("Working"):
-        pass
-    assert "Working" in stream.getvalue()
-
-
 def test_only_a_terminal_shows_progress(monkeypatch):
     stream = terminal(monkeypatch, io.StringIO())
     with _progress.shown("Working"):

@@ -24,14 +24,6 @@ def is_eager():
     return ask
 
 
-def test_a_block_inside_a_block_ends_neither(is_eager):
-    with check.nothing_traced():
-        with check.nothing_traced():
-            assert is_eager()
-        assert is_eager()
-    assert not is_eager()
-
-
 def test_functions_are_traced_again_after_an_error(is_eager):
     def failing():
         with check.nothing_traced():
