@@ -131,7 +131,8 @@ class Machine:
             raise
         except ValueError as error:
             # Masters come around an optimizer before it is built.
-            refusals = "casts no variables", "builds the inner optimizer itself"
+            refusals = "casts no variables", "is built already"
+            refusals += ("builds the inner optimizer itself",)
             if not any(refusal in str(error) for refusal in refusals):
                 raise
             self._same(state, "a conversion that would cast")

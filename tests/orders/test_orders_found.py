@@ -34,6 +34,9 @@ EVERYWHERE = {
         mode="eager",
         inside=True,
     ),
+    "to the pure policy that a copy had": orders.Order(
+        ("copy:float16", "apply:float16"), optimizer="sgd", wrap="scaled"
+    ),
     # tfmix did not remove its own wrappers.
     "the way back to float32 from mixed_float16": orders.Order(
         ("apply:float32",), made="mixed_float16"
