@@ -130,15 +130,16 @@ class Machine:
             self.laws("refused")
             raise
         except ValueError as error:
-            # Masters come around an optimizer before it is built.
-            refusals = "casts no variables", "is built already"
-            refusals += ("builds the inner optimizer itself",)
-            if not any(refusal in str(error) for refusal in refusals):
-                raise
-            self._same(state, "a conversion that would cast")
-            return
+            return self._refused(error, state)
         self.undos.append((report.undo, before))
         self._converted(policy)
+
+    def _refused(self, error, state):
+        # Masters come around an optimizer before it is built.
+        refusals = "casts no variables", "is built already"
+        if not any(refusal in str(error) for refusal in refusals):
+            raise error
+        self._same(state, "a refused conversion")
 
     def _converted(self, policy):
         self.dtypes = converted_dtypes(
@@ -214,8 +215,11 @@ class Machine:
     def _copy(self, policy):
         source, before = self.model, state_of(self.model)
         dtypes = dtypes_of(source)
-        with self._on_replicas():
-            copied = tfmix.convert_model(source, policy)
+        try:
+            with self._on_replicas():
+                copied = tfmix.convert_model(source, policy)
+        except ValueError as error:
+            return self._refused(error, before)
         self._same(before, "being copied")
         law("b", dtypes_of(source) == dtypes, "the source of a copy changed")
         self._replace(copied)

@@ -79,6 +79,12 @@ if keras.backend.backend() == "tensorflow":
             tapes.TRACE,
             tapes.traced_for_gradients,
         ),
+        Replaced(
+            OPS,
+            "Dropout makes up for just what it drops.",
+            [op_places.DROPOUT],
+            replacing.lazily(ways.unbiased_dropout),
+        ),
     )
 else:
     from tfmix.gradient_scaling import gates_jax
@@ -110,12 +116,6 @@ LIST = (
         "Rules keep a layer in float32, and its code may fall back to that.",
         [(keras.Layer, "__init__")],
         global_policy.initializer,
-    ),
-    Replaced(
-        OPS,
-        "Dropout makes up for just what it drops.",
-        [op_places.DROPOUT],
-        replacing.lazily(ways.unbiased_dropout),
     ),
     Replaced(
         OPS,

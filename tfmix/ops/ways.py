@@ -101,12 +101,11 @@ def take(call: apply.Call) -> Any:
 
 
 def unbiased_dropout(original: Callable) -> Callable:
-    """Returns a backend's dropout, which makes up for just what it drops.
+    """Returns TensorFlow's dropout, which makes up for just what it drops.
 
-    TensorFlow draws random numbers in the dtype of the inputs, which holds few
-    between 0 and 1: at a rate of 0.3 in bfloat16 it dropped 0.305 and
-    multiplied by 1 / 0.7. JAX divides by a rounded 0.7. The rate becomes the
-    nearest that the format can draw.
+    It draws random numbers in the dtype of its inputs, which holds few between
+    0 and 1: at a rate of 0.3 in bfloat16 it dropped 0.305 and multiplied by
+    1 / 0.7. The rate becomes the nearest that the format can draw.
     """
     order = "inputs", "rate"
 
