@@ -196,8 +196,8 @@ def test_an_op_without_a_16_bit_kernel_is_a_node_of_a_model(name, policy):
     np.testing.assert_allclose(*results, atol=1e-2)
 
 
-# TensorFlow draws in the dtype of the inputs: 128 numbers in bfloat16. Under JAX
-# the same numbers are dropped as in float32.
+# TensorFlow draws in the dtype of the inputs: 128 numbers in bfloat16.
+# JAX drops the same numbers as in float32.
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("rate", [0.3, 0.01])
