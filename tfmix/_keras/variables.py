@@ -286,7 +286,7 @@ def own_trainable(layer: keras.Layer) -> list[keras.Variable]:
 
 def own_variables(layer: keras.Layer) -> list[keras.Variable]:
     """Returns a layer's own variables, not those of its inner layers."""
-    return own_trainable(layer) + list(layer._non_trainable_variables)
+    return [*layer._trainable_variables, *layer._non_trainable_variables]
 
 
 def own_state(layer: keras.Layer) -> list[keras.Variable]:
@@ -454,7 +454,14 @@ def read(variable: Any) -> Any:
 
     Anything else is returned unchanged.
     """
-    return _snapshot(backend_variable(variable))
+    value = backend_variable(variable)
+    kind: Any = type(value)
+    if keras.backend.backend() == "jax" or derives(kind, tf.Tensor):
+        return value
+    if isinstance(value, Float32View):
+        return value.load()
+    # `tf.convert_to_tensor` takes twice as long in eager mode.
+    return value.value() if hasattr(value, "read_value") else value
 
 
 def read_by_layer(variable: Any) -> Any:
@@ -466,17 +473,7 @@ def read_by_layer(variable: Any) -> Any:
     value = variable.value if is_variable else variable
     kind: Any = type(value)
     is_tensor = keras.backend.backend() == "jax" or derives(kind, tf.Tensor)
-    return value if is_tensor else _snapshot(value)
-
-
-def _snapshot(value: Any) -> Any:
-    kind: Any = type(value)
-    if keras.backend.backend() == "jax" or derives(kind, tf.Tensor):
-        return value
-    if isinstance(value, Float32View):
-        return value.load()
-    # `tf.convert_to_tensor` takes twice as long in eager mode.
-    return value.value() if hasattr(value, "read_value") else value
+    return value if is_tensor else read(value)
 
 
 def host_value(variable: Any) -> Any:
