@@ -141,10 +141,9 @@ class Call:
         self.copies: list[tensors.Copy | None] = []
         self.weights = self.inputs = 0
         self.multiply: Multiply | None = None
-        self.args = tuple(map(self._see, self.args, itertools.repeat(True)))
-        self.kwargs = {
-            name: self._see(value, True) for name, value in self.kwargs.items()
-        }
+        self.args = tuple(map(self._see, self.args))
+        values = map(self._see, self.kwargs.values())
+        self.kwargs = dict(zip(self.kwargs, values, strict=True))
         if not self.dtype:
             return
         if self.wide:
@@ -156,7 +155,7 @@ class Call:
         self.weights = sum(are_weights)
         self.inputs = len(are_weights) - self.weights
 
-    def _see(self, value: Any, is_argument: bool = False) -> Any:
+    def _see(self, value: Any, is_argument: bool = True) -> Any:
         """Notes what an argument is; returns it, or a variable's value."""
         kind: Any = type(value)
         if kind in _PLAIN:
@@ -170,7 +169,8 @@ class Call:
             if not isinstance(value, dict):
                 if _SETTINGS.issuperset(map(type, value)):
                     return value
-            return tensors.map_leaves(value, self._see)
+            inside = functools.partial(self._see, is_argument=False)
+            return tensors.map_leaves(value, inside)
         if keras_variables.derives(kind, keras.Variable):
             # A layer's variables of other dtypes are handed on as they came.
             dtype = keras_variables.dtype_read(value)
@@ -220,26 +220,19 @@ class Call:
     def of_two(self, first: Any, second: Any) -> Callable:
         """Returns the op as a function of two of its arguments."""
         run, count, names = self.op.run, len(self.args), [*self.kwargs]
-        given = {**dict(enumerate(self.args)), **self.kwargs}
+        values = [*self.args, *self.kwargs.values()]
+        ids = [*map(id, values)]
+        one, other = ids.index(id(first)), ids.index(id(second))
         # JAX keeps the function longer than the tensors that it is made for.
-        at = [key for key, value in given.items() if value is first]
-        at += [key for key, value in given.items() if value is second]
-        for key in at:
-            del given[key]
+        values[one] = values[other] = None
 
         def function(*factors: Any) -> Any:
-            every = {**given, **dict(zip(at, factors, strict=True))}
-            args = tuple([every[n] for n in range(count)])
-            return run(args, {name: every[name] for name in names})
+            every = [*values]
+            every[one], every[other] = factors
+            kwargs = dict(zip(names, every[count:], strict=True))
+            return run(tuple(every[:count]), kwargs)
 
         return function
-
-    def weight_at(self) -> int | None:
-        """Returns which of two tensors is a weight, if just one is."""
-        if len(self.tensors) != 2 or self.weights != 1:
-            return None
-        first = self.copies[0]
-        return 0 if first is not None and first.is_weight else 1
 
 
 def _is_number(value: Any) -> bool:
@@ -389,9 +382,9 @@ def noting_weights(original: Callable) -> Callable:
     def maybe_cast(self: Any, value: Any) -> Any:
         if (
             self.dtype not in _formats.SIXTEEN_BIT
-            or tensors.float_dtype(value) != "float32"
             # Copies of symbols get no notes, so that ops leave them to Keras.
             or context.on_shapes_only()
+            or tensors.float_dtype(value) != "float32"
         ):
             return original(self, value)
         # The variable is read once, as the tensor that is then copied.
@@ -474,19 +467,23 @@ def with_weights(call: Call) -> Any:
     """
     if call.wide:
         _narrow(call)
-    name, place = call.op.name, call.weight_at()
+    name = call.op.name
     if not call.weights or name in op_lists.JOINS:
         return call.plain()
     is_product = name in op_lists.NARROW
     is_known = is_product or name in ("add", "subtract", "multiply")
-    if place is None or not is_known or _block().in_map:
+    is_pair = len(call.tensors) == 2 and call.weights == 1
+    if not is_pair or not is_known or _block().in_map:
         return tensors.narrow(call.in_float32(), call.dtype)
-    # JAX forms gradients by tracers only.
-    is_asked = tapes.may_be_asked() and (
-        _ON_TENSORFLOW or any(map(context.is_symbolic, call.tensors))
-    )
+    if _ON_TENSORFLOW:
+        is_asked = tapes.may_be_asked()
+    else:
+        # JAX forms gradients by tracers only.
+        is_asked = any(map(context.is_symbolic, call.tensors))
     if call.multiply is None and not is_asked:
         return call.plain()
+    first = call.copies[0]
+    place = 0 if first and first.is_weight else 1
     copy, inputs = call.tensors[place], call.tensors[1 - place]
     noted, equation = call.copies[place], _equation(call, place)
     weight = noted and noted.source

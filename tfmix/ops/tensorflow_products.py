@@ -35,8 +35,10 @@ _WIDE = "_tfmix_wide"
 
 
 def _wide(tensor: Any) -> Any:
-    noted = None if tapes.is_recorded() else tensors.note(tensor, _WIDE)
-    return tensors.cast(tensor, tf.float32) if noted is None else noted
+    noted = tensors.note(tensor, _WIDE)
+    if noted is None or tapes.is_recorded():
+        return tensors.cast(tensor, tf.float32)
+    return noted
 
 
 # Each function of this section takes a function of two tensors of one dtype,
