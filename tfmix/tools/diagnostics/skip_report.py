@@ -142,11 +142,15 @@ class SkipWatch(keras.callbacks.Callback):
         if self._stands_back:
             return
         self._now = self._count()
-        skips = self._skips(self._now)
-        if skips.skipped:
-            self._last = skips
-        if skips.skipped and skips.are_news:
-            self._report(epoch + 1, skips, (logs or {}).get("loss", math.nan))
+        none = Counted()
+        if any(
+            count.skipped > self._before.get(optimizer, none).skipped
+            for optimizer, count in self._now.items()
+        ):
+            self._last = skips = self._skips(self._now)
+            if skips.are_news:
+                loss = (logs or {}).get("loss", math.nan)
+                self._report(epoch + 1, skips, loss)
         for optimizer, count in self._now.items():
             lowest = self._lowest.get(optimizer, math.inf)
             self._lowest[optimizer] = min(lowest, count.scale)
