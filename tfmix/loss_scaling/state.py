@@ -314,17 +314,17 @@ class Counts:
     @property
     def skipped_steps(self) -> int:
         """The number of skipped steps."""
-        return int(on_host(self._counted().skipped_steps))
+        return int(on_host(self._state.held.skipped_steps))
 
     @property
     def consecutive_skips(self) -> int:
         """The number of skipped steps since the last applied one."""
-        return int(on_host(self._counted().consecutive_skips))
+        return int(on_host(self._state.held.consecutive_skips))
 
     @property
     def overflow_counts(self) -> dict[str, int]:
         """Skipped steps per variable, by its path."""
-        counts = self._counted().overflow_counts
+        counts = self._state.held.overflow_counts
         if counts is None:
             return {}
         numbers = on_host(counts).tolist()
@@ -337,10 +337,6 @@ class Counts:
             standstill.warn_of_eighth(
                 self._state.name, self.consecutive_skips, self.overflow_counts
             )
-
-    def _counted(self) -> Values:
-        """Returns the variables, after all steps so far."""
-        return self._state.held
 
 
 # The counts of optimizers that nothing wraps.

@@ -107,7 +107,6 @@ class LossScaleMonitor(skip_report.SkipWatch):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Shows the last reading in the progress bar."""
-        super().on_train_batch_end(batch, logs)
         if self.timeline and logs is not None:
             # A bar wider than the terminal leaves a line at each redraw.
             shown = self._numbers("loss_scale", "skipped_steps")

@@ -1,6 +1,5 @@
 """Reports skipped steps."""
 
-import collections
 import contextlib
 import contextvars
 import functools
@@ -81,11 +80,8 @@ class SkipWatch(keras.callbacks.Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        # The arguments of `fit`, by their names.
-        self.data: Mapping[str, Any] = {}
-        self.batch_size: int | None = None
-        # Keras appends to it from a pool of threads, not always in order.
-        self._batches: collections.deque[int] = collections.deque(maxlen=1024)
+        # The positional and the keyword arguments of `fit`.
+        self.arguments: tuple[tuple, dict] = ((), {})
         # Whether another watch, which the user gave to `fit`, reports.
         self._stands_back = False
         # The `History` of the run whose callbacks this watch has joined.
@@ -101,17 +97,10 @@ class SkipWatch(keras.callbacks.Callback):
         self._lowest: dict[Any, float] = {}
         # The last epoch with skipped steps.
         self._last = skip_causes.Skips()
+        self._data: Mapping[str, Any] = {}
         self._bad_rows: list[_bad_rows.BadRows] | None = None
         # The kind of cause that was reported last.
         self._cause = ""
-
-    def read(self, args: tuple, kwargs: dict) -> None:
-        """Notes the data among the arguments of a `fit`."""
-        of_call = functools.partial(
-            layers.argument, training.ORDERS["fit"], args, kwargs
-        )
-        self.data = {name: of_call(name) for name in _DATA}
-        self.batch_size = of_call("batch_size")
 
     def join(self, model: keras.Model) -> None:
         """Joins the callbacks of the `fit` that has just begun.
@@ -127,17 +116,11 @@ class SkipWatch(keras.callbacks.Callback):
         self._joined = history
         self.set_params(history.params)
         self.set_model(model)
-        for name in (
-            "on_train_begin",
-            "on_epoch_begin",
-            "on_epoch_end",
-            "on_train_end",
-        ):
-            _call_first(self._leaving, history, name, getattr(self, name))
-
-    def leave(self) -> None:
-        """Leaves the callbacks."""
-        self._leaving.close()
+        self._reset()
+        for name in ("on_epoch_begin", "on_epoch_end", "on_train_end"):
+            both = getattr(self, name), getattr(history, name)
+            call = functools.partial(_call_both, *both)
+            replacing.swap(self._leaving, history, name, call)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Forgets an earlier run."""
@@ -145,7 +128,7 @@ class SkipWatch(keras.callbacks.Callback):
         around = _watch_of_fit.get()
         if around is not None and around is not self:
             around._stands_back = True
-            self.data, self.batch_size = around.data, around.batch_size
+            self.arguments = around.arguments
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Reads the counts before the first epoch."""
@@ -153,33 +136,28 @@ class SkipWatch(keras.callbacks.Callback):
             # Other callbacks may restore a run in `on_train_begin`.
             self._now = self._count()
         self._before = self._now
-        self._batches.clear()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Notes the number of the batch, which counts steps."""
-        self._batches.append(batch)
-
-    def _steps(self) -> int:
-        """Returns the number of steps that the epoch has made."""
-        return max(self._batches, default=-1) + 1
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Reports how many steps were skipped, and the likeliest cause."""
         if self._stands_back:
             return
         self._now = self._count()
-        skips = self._skips(self._now)
-        if skips.skipped:
-            self._last = skips
-        if skips.skipped and skips.are_news:
-            self._report(epoch + 1, skips, (logs or {}).get("loss", math.nan))
+        none = Counted()
+        if any(
+            count.skipped > self._before.get(optimizer, none).skipped
+            for optimizer, count in self._now.items()
+        ):
+            self._last = skips = self._skips(self._now)
+            if skips.are_news:
+                loss = (logs or {}).get("loss", math.nan)
+                self._report(epoch + 1, skips, loss)
         for optimizer, count in self._now.items():
             lowest = self._lowest.get(optimizer, math.inf)
             self._lowest[optimizer] = min(lowest, count.scale)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Leaves the callbacks."""
-        self.leave()
+        self._leaving.close()
 
     def _report(
         self, epoch: int, skips: skip_causes.Skips, loss: float
@@ -231,11 +209,16 @@ class SkipWatch(keras.callbacks.Callback):
         skips = self._skips(self._count())
         if not skips.skipped:
             skips = self._last
+        of_call = functools.partial(
+            layers.argument, training.ORDERS["fit"], *self.arguments
+        )
         if self._bad_rows is None:
-            self.data = skip_causes.arrays(self.data)
-            self._bad_rows = _bad_rows.find(self.data)
+            given = {name: of_call(name) for name in _DATA}
+            self._data = skip_causes.arrays(given)
+            self._bad_rows = _bad_rows.find(self._data)
+        size = of_call("batch_size")
         return skip_causes.of_skips(
-            self.model, self.data, self._bad_rows, self.batch_size, loss, skips
+            self.model, self._data, self._bad_rows, size, loss, skips
         )
 
 
@@ -302,13 +285,13 @@ def _skips_of(
 def fit(model: keras.Model, fit: Callable, *args: Any, **kwargs: Any) -> Any:
     """Calls a model's `fit` with a watch around."""
     watch = SkipWatch()
-    watch.read(args, kwargs)
+    watch.arguments = args, kwargs
     token = _watch_of_fit.set(watch)
     try:
         return fit(*args, **kwargs)
     finally:
         _watch_of_fit.reset(token)
-        watch.leave()
+        watch.on_train_end()
 
 
 def begin(model: keras.Model, make: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -328,14 +311,9 @@ def begin(model: keras.Model, make: Callable, *args: Any, **kwargs: Any) -> Any:
     return made
 
 
-def _call_first(
-    undo: contextlib.ExitStack, owner: Any, name: str, first: Callable
+def _call_both(
+    first: Callable, second: Callable, *args: Any, **kwargs: Any
 ) -> None:
-    """Calls a function before a method of one object, until a stack unwinds."""
-    method = getattr(owner, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        first(*args, **kwargs)
-        return method(*args, **kwargs)
-
-    replacing.swap(undo, owner, name, call)
+    """Calls two callbacks, one after the other."""
+    first(*args, **kwargs)
+    second(*args, **kwargs)
