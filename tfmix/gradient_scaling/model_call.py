@@ -218,7 +218,7 @@ def between_gates(
     kept, with_kept = tensors.floats([value for *_, value in held])
     inside = pair.enter([*exact, *kept])
     new = map(_rounded, given, exact, inside)
-    known = [loss for _, loss in layers.added_losses(flat)]
+    known = layers.added_losses(flat)
     with pair.opened():
         args, kwargs = rebuilt([*new])
         with _replaced(held, with_kept(inside[len(exact) :])):
@@ -237,7 +237,7 @@ def between_gates(
     added = [
         (layer, loss)
         for layer, loss in layers.added_losses(flat)
-        if all(loss is not other for other in known)
+        if all(loss is not other for _, other in known)
     ]
     passing, rebuilt = tensors.floats((outputs, kept))
     results, losses = pair.leave(passing, [loss for _, loss in added])

@@ -472,6 +472,8 @@ def statistics_kept_finite(
         if id(v) not in watched
     ]
     yield
+    if not before:
+        return
     with replicas.one_replica([]):
         written = finite.written(before)
         finite.restore_unless(_none_lost(written), written)
