@@ -47,6 +47,7 @@ FIRST_CALLED = "_check_super_called"
 _LIBRARIES = frozenset("keras tensorflow jax jaxlib numpy tfmix".split())
 # tfmix adds only this attribute to a layer.
 _MARKS = "_tfmix_marks"
+_NOTHING: Mapping = types.MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,34 +210,57 @@ def untrained_variables(model: keras.Model) -> list:
     if keras.backend.backend() != "tensorflow":
         # Keras passes the others to no step that JAX compiles.
         return found
-    seen = {*listed}
-    waiting: list[list] = []
-    for attributes in map(vars, flat):
+    import tensorflow as tf
+
+    items = held(flat, (keras.Variable, tf.Variable)).values()
+    others = {id(x): x for *_, x in items if id(x) not in listed}
+    return [*found, *others.values()]
+
+
+# A container, such as a layer's attributes, the key there, and the value.
+Item = tuple[Any, Any, Any]
+# Items by the `id` of the container, and the key.
+Items = dict[tuple[int, Any], Item]
+
+
+def held(owners: Iterable, kinds: Any, more: Mapping = _NOTHING) -> Items:
+    """Returns values that a user's attributes hold, and what is in these.
+
+    Args:
+        owners: Layers and other objects. Their attributes may be lists, tuples
+            and dicts of values.
+        kinds: The types of the values.
+        more: Another container.
+    """
+    found: Items = {}
+    waiting: list[tuple[Any, Sequence]] = [(more, [*more])]
+    for owner in owners:
+        attributes = getattr(owner, "__dict__", {})
         names = users_attributes(tuple(attributes))
-        waiting.append([attributes[name] for name in names])
+        waiting.append((attributes, names))
+    holds = functools.partial(_holds, kinds)
+    seen: set[int] = set()
     # The list grows meanwhile.
-    for values in waiting:
-        held = map(_what_it_holds, map(type, values))
-        for value in itertools.compress(values, held):
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
+    for container, keys in waiting:
+        of_keys = map(type, map(container.__getitem__, keys))
+        for key in itertools.compress(keys, map(holds, of_keys)):
+            value = container[key]
             kind: Any = type(value)
-            if _what_it_holds(kind) == "value":
-                found.append(value)
-            else:
-                inner = value.values() if isinstance(value, dict) else value
-                waiting.append([*inner])
+            if holds(kind) == "value":
+                found[id(container), key] = container, key, value
+            elif id(value) not in seen:
+                seen.add(id(value))
+                is_dict = isinstance(value, dict)
+                inner = [*value] if is_dict else range(len(value))
+                waiting.append((value, inner))
     return found
 
 
-# Each call of a model in training asks.
+# Every call of a model asks this of all attributes.
 @functools.cache
-def _what_it_holds(kind: Any) -> str | None:
-    """Returns where an object of a type has variables, if it has."""
-    import tensorflow as tf
-
-    if issubclass(kind, (keras.Variable, tf.Variable)):
+def _holds(kinds: Any, kind: Any) -> str | None:
+    """Returns what an object of a type is among, or has, if anything."""
+    if issubclass(kind, kinds):
         return "value"
     return "items" if issubclass(kind, (list, tuple, dict)) else None
 
@@ -351,7 +375,8 @@ def that_compute(model: keras.Layer) -> list[keras.Layer]:
     Functional and Sequential models only connect layers, whatever their own
     dtype policy is; a subclassed model may compute in its `call`.
     """
-    return [x for x in called(model) if not is_structure(x)]
+    flat = flat_layers(model)
+    return [x for x in flat if not (is_input(x) or is_structure(x))]
 
 
 def computes_in(model: keras.Layer, dtype: str) -> bool:
@@ -449,11 +474,6 @@ def has_own_step(model: keras.Model) -> bool:
     return module.split(".")[0] != "keras"
 
 
-def weights_of_own_step(model: keras.Model) -> list[keras.Variable]:
-    """Lists the weights that a user's own `train_step` may write."""
-    return list(model.trainable_variables) if has_own_step(model) else []
-
-
 def metrics(model: keras.Model) -> list[keras.Metric]:
     """Returns a model's metrics, also those that `compile` has yet to build."""
     given = getattr(model, "_compile_metrics", None)
@@ -462,6 +482,11 @@ def metrics(model: keras.Model) -> list[keras.Metric]:
     nest = given._user_metrics, given._user_weighted_metrics
     leaves = keras.tree.flatten(nest)
     return [*model.metrics, *(x for x in leaves if isinstance(x, keras.Metric))]
+
+
+def reported(model: keras.Model) -> list[keras.Variable]:
+    """Returns the variables of a model's metrics."""
+    return [v for metric in metrics(model) for v in metric.variables]
 
 
 def adopt_optimizer(model: keras.Model, optimizer: Any, saved: Any) -> None:

@@ -219,7 +219,8 @@ class _MixedModel:
         args, kwargs = tensors.map_leaves(
             (args, kwargs), tensors.to_float32_with_notes
         )
-        return self._under_rules(original, *args, **kwargs)
+        with self.ruled():
+            return original(*args, **kwargs)
 
     def _build(self, original: Callable, *args: Any, **kwargs: Any) -> None:
         """Builds a Sequential, whose layers draw their initial values."""

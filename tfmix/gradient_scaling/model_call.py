@@ -18,7 +18,7 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -45,6 +45,8 @@ _AS_MADE = "as made"
 # Models that scale their gradients inside.
 _scaling: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 _NOTHING = (None,)
+# A call may read and leave these. What is in a tuple cannot be replaced.
+_KEPT = tuple, tensors.ARRAYS
 
 
 def outputs_as_made() -> contextlib.AbstractContextManager[None]:
@@ -208,7 +210,7 @@ def between_gates(
     if not (_TENSORFLOW or any(map(context.is_symbolic, values))):
         return call(*args, **kwargs)
     flat, objects = layers.flat_layers(model), _objects(nest)
-    before = _items([*flat, *objects], state)
+    before = layers.held([*flat, *objects], _KEPT, state)
     held = [item for item in before.values() if _is_reached(item, values)]
     held += weights
     place = optimizer_state.place_of(model)
@@ -216,14 +218,15 @@ def between_gates(
     kept, with_kept = tensors.floats([value for *_, value in held])
     inside = pair.enter([*exact, *kept])
     new = map(_rounded, given, exact, inside)
-    known = [loss for _, loss in layers.added_losses(flat)]
+    known = layers.added_losses(flat)
     with pair.opened():
         args, kwargs = rebuilt([*new])
         with _replaced(held, with_kept(inside[len(exact) :])):
             outputs = call(*args, **kwargs)
         # An unbuilt model has new layers.
         flat = layers.flat_layers(model)
-        left = _left(_items([*flat, *objects], state), before)
+        after = layers.held([*flat, *objects], _KEPT, state)
+        left = _left(after, before)
         # It is float32, like the results: a loss that casts 16 bits itself
         # would send its gradient back through 16 bits before a gate scales it.
         wide = tensors.to_float32_with_notes
@@ -234,7 +237,7 @@ def between_gates(
     added = [
         (layer, loss)
         for layer, loss in layers.added_losses(flat)
-        if all(loss is not other for other in known)
+        if all(loss is not other for _, other in known)
     ]
     passing, rebuilt = tensors.floats((outputs, kept))
     results, losses = pair.leave(passing, [loss for _, loss in added])
@@ -246,14 +249,8 @@ def between_gates(
     return outputs
 
 
-# A container, such as a layer's attributes, the key there, and the value.
-_Item = tuple[Any, Any, Any]
-# Items by the `id` of the container, and the key.
-_Items = dict[tuple[int, Any], _Item]
-
-
 @contextlib.contextmanager
-def _replaced(items: list[_Item], values: Iterable) -> Iterator[None]:
+def _replaced(items: list[layers.Item], values: Iterable) -> Iterator[None]:
     """Puts other values in place of items in a block.
 
     Values that the block itself puts there stay.
@@ -278,7 +275,7 @@ def _objects(nest: Any) -> list:
     return [x for x in found if not isinstance(x, tensors.ARRAYS)]
 
 
-def _is_reached(item: _Item, others: list) -> bool:
+def _is_reached(item: layers.Item, others: list) -> bool:
     """Returns whether gradients of a call reach a value that it may read."""
     if _TENSORFLOW:
         return any(map(tapes.reach, _floats(item[-1])))
@@ -294,7 +291,7 @@ def _floats(value: Any) -> list:
     return tensors.floats(value)[0]
 
 
-def _traced(model: keras.Model) -> list[_Item]:
+def _traced(model: keras.Model) -> list[layers.Item]:
     """Lists weights that JAX traces although no scope holds them.
 
     Code may have assigned the tracers.
@@ -313,48 +310,7 @@ def _overwritten(flat: list, states: dict[int, Any]) -> set[int]:
     }
 
 
-def _items(owners: Iterable, state: dict) -> _Items:
-    """Returns the arrays and tuples that a call may read or leave.
-
-    Args:
-        owners: Layers and other objects. Their attributes may be lists and
-            dicts of arrays.
-        state: Values of variables in a scope.
-    """
-    found: _Items = {}
-    waiting: list[tuple[Any, Sequence]] = [(state, [*state])]
-    for owner in owners:
-        attributes = getattr(owner, "__dict__", {})
-        names = layers.users_attributes(tuple(attributes))
-        waiting.append((attributes, names))
-    seen: set[int] = set()
-    # The list grows meanwhile.
-    for container, keys in waiting:
-        kinds = map(type, map(container.__getitem__, keys))
-        for key in itertools.compress(keys, map(_holds, kinds)):
-            value = container[key]
-            kind: Any = type(value)
-            if _holds(kind) == "arrays":
-                found[id(container), key] = container, key, value
-            elif id(value) not in seen:
-                seen.add(id(value))
-                is_dict = isinstance(value, dict)
-                inner = [*value] if is_dict else range(len(value))
-                waiting.append((value, inner))
-    return found
-
-
-# Every call asks this of all attributes.
-@functools.cache
-def _holds(kind: Any) -> str | None:
-    """Returns what objects of a type hold."""
-    if issubclass(kind, list | dict):
-        return "items"
-    is_array = issubclass(kind, tuple) or issubclass(kind, tensors.ARRAYS)
-    return "arrays" if is_array else None
-
-
-def _left(after: _Items, before: _Items) -> list[_Item]:
+def _left(after: layers.Items, before: layers.Items) -> list[layers.Item]:
     """Lists what a call left, such as scores for a later loss."""
     return [
         item

@@ -361,7 +361,7 @@ class _Guard:
                 for layer in self._model.layers
                 for variable in layer.non_trainable_variables
             ]
-            reported = pairs([*self._reported(), *of_layers])
+            reported = pairs([*layers.reported(self._model), *of_layers])
             shown = ops.logical_or(every_applied, _none_lost(reported))
             finite.restore_unless(shown, reported)
             return self._logs(ops.logical_and(stays, shown), logs)
@@ -406,14 +406,11 @@ class _Guard:
 
     def _watched(self) -> list[keras.Variable]:
         """Returns the variables that a skipped step must not change."""
-        own = layers.weights_of_own_step(self._model)
-        others = layers.untrained_variables(self._model)
-        state = filter(keras_variables.is_state, others)
-        return [*state, *self._reported(), *own]
-
-    def _reported(self) -> list[keras.Variable]:
-        metrics = layers.metrics(self._model)
-        return [v for metric in metrics for v in metric.variables]
+        model = self._model
+        own = model.trainable_variables if layers.has_own_step(model) else []
+        reported = layers.reported(model)
+        others = layers.untrained_variables(model)
+        return [*filter(keras_variables.is_state, others), *reported, *own]
 
     def _used(self) -> list:
         counts = self._counter.variables if self._counter else []
@@ -475,6 +472,8 @@ def statistics_kept_finite(
         if id(v) not in watched
     ]
     yield
+    if not before:
+        return
     with replicas.one_replica([]):
         written = finite.written(before)
         finite.restore_unless(_none_lost(written), written)
