@@ -43,7 +43,7 @@ class Gates:
     def __init__(self, place: Any, overwritten: Collection[int]) -> None:
         self._place, self._overwritten = place, overwritten
         self._tensors: list = []
-        self._variables: Callable[[], list] = list
+        self._watcher = tapes.watcher()
         # A graph holds its own gradients. Inside a second tape, TensorFlow
         # would differentiate a loop twice, for which it keeps and adds up more.
         is_taped = tf.executing_eagerly() and tapes.is_recorded()
@@ -62,7 +62,7 @@ class Gates:
         """Runs a block between the gates."""
         watched = [*filter(tapes.reach, self._tensors)]
         with (
-            tapes.variables_read() as self._variables,
+            self._watcher,
             context.holding(gates=tapes.function()),
             _recording(self._tape, watched),
         ):
@@ -80,7 +80,7 @@ class Gates:
             [*results, *losses],
             len(results),
             self._tensors,
-            self._variables(),
+            self._watcher.watched_variables(),
             self._place,
             self._tape,
             self._overwritten,
