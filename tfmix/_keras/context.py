@@ -321,12 +321,14 @@ def is_made_in(function: Any, tensor: Any) -> bool:
     return hasattr(tensor, "numpy")
 
 
-def is_traced_with(array: Any, others: Iterable) -> bool:
-    """Returns whether JAX traces an array and one of others together."""
-    trace = getattr(array, "_trace", None)
-    return trace is not None and any(
-        trace is getattr(other, "_trace", None) for other in others
-    )
+def traced_with(others: Iterable, groups: Iterable[list]) -> list[bool]:
+    """Returns whether JAX traces an array of each group with one of others."""
+    traces = {id(getattr(other, "_trace", None)) for other in others}
+    traces.discard(id(None))
+    return [
+        any(id(getattr(x, "_trace", None)) in traces for x in group)
+        for group in groups
+    ]
 
 
 def is_differentiated(array: Any) -> bool:

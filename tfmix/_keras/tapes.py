@@ -162,11 +162,9 @@ def runs_forward() -> bool:
     return bool(forwardprop_util.pack_tangents([]).indices)
 
 
-@contextlib.contextmanager
-def variables_read() -> Iterator[Callable[[], list]]:
-    """Yields a function that lists the trainable variables read so far."""
-    with record.VariableWatcher() as watcher:
-        yield lambda: list(watcher.watched_variables())
+def watcher() -> Any:
+    """Returns a context that notes the trainable variables read in it."""
+    return record.VariableWatcher()
 
 
 def replaced(

@@ -43,7 +43,7 @@ class Gates:
     def __init__(self, place: Any, overwritten: Collection[int]) -> None:
         self._place, self._overwritten = place, overwritten
         self._tensors: list = []
-        self._variables: Callable[[], list] = list
+        self._watcher = tapes.watcher()
         # A graph holds its own gradients. Inside a second tape, TensorFlow
         # would differentiate a loop twice, for which it keeps and adds up more.
         is_taped = tf.executing_eagerly() and tapes.is_recorded()
@@ -62,7 +62,7 @@ class Gates:
         """Runs a block between the gates."""
         watched = [*filter(tapes.reach, self._tensors)]
         with (
-            tapes.variables_read() as self._variables,
+            self._watcher,
             context.holding(gates=tapes.function()),
             _recording(self._tape, watched),
         ):
@@ -80,7 +80,7 @@ class Gates:
             [*results, *losses],
             len(results),
             self._tensors,
-            self._variables(),
+            self._watcher.watched_variables(),
             self._place,
             self._tape,
             self._overwritten,
@@ -201,15 +201,16 @@ def _unscaled(down: Any, gradients: Sequence, says_why: Sequence) -> list:
     """
     lost = functools.cache(functools.partial(_lost, down))
     true, together = list(gradients), []
-    for n, gradient in enumerate(gradients):
+    joins = tf.executing_eagerly() or context.by_gpu_kernels()
+    noted = [tensors.note(x, tensorflow_products.PARTS) for x in gradients]
+    for n, parts in enumerate(noted):
         # A factor is the power of two that is left to multiply.
-        tensor, factor = tensorflow_products.parts(gradient)
-        if says_why[n] and _may_join(tensor, factor):
+        tensor, factor = parts or (gradients[n], None)
+        if joins and says_why[n] and _may_join(tensor, factor):
             together.append((n, tensor, factor or 1.0))
             continue
         by = down if factor is None else down * factor
-        unscaled = functools.partial(_saying_why, lost=lost)
-        true[n] = (unscaled if says_why[n] else _times)(by, tensor)
+        true[n] = _times(by, tensor, lost if says_why[n] else None)
     if together:
         numbers, values, factors = zip(*together, strict=True)
         shapes = [value.shape for value in values]
@@ -237,7 +238,6 @@ def _may_join(tensor: Any, factor: Any) -> bool:
     return (
         tensor.dtype == tf.float32
         and (factor is None or isinstance(factor, float))
-        and (tf.executing_eagerly() or context.by_gpu_kernels())
         and finite.is_small(tensor)
     )
 
@@ -245,18 +245,14 @@ def _may_join(tensor: Any, factor: Any) -> bool:
 def _saying_why(down: Any, tensor: Any, lost: Callable) -> Any:
     """Divides a gradient; what overflowed inside becomes infinite."""
     real = tf.math.real(tensor) if tensor.dtype.is_complex else tensor
-    wide = tensors.cast(tensor, tf.float32) if _is_small(tensor) else tensor
-    down = _alike(down, wide.dtype)
     fine, select = tf.raw_ops.IsFinite(x=real), tf.raw_ops.SelectV2
-    largest, by = lost(wide.dtype)
+    largest, by = lost(tensor.dtype)
     if by is None:
-        product = tf.raw_ops.Mul(x=wide, y=down)
-        result = select(condition=fine, t=product, e=largest)
-    else:
-        safe = select(condition=fine, t=wide, e=largest)
-        factor = select(condition=fine, t=down, e=by)
-        result = tf.raw_ops.Mul(x=safe, y=factor)
-    return tensors.cast(result, tensor.dtype)
+        product = tf.raw_ops.Mul(x=tensor, y=down)
+        return select(condition=fine, t=product, e=largest)
+    safe = select(condition=fine, t=tensor, e=largest)
+    factor = select(condition=fine, t=down, e=by)
+    return tf.raw_ops.Mul(x=safe, y=factor)
 
 
 def _lost(down: Any, dtype: tf.DType) -> tuple[Any, Any]:
@@ -272,23 +268,19 @@ def _lost(down: Any, dtype: tf.DType) -> tuple[Any, Any]:
         # infinities looks into its program.
         return tensors.cast(tf.raw_ops.AddV2(x=down, y=math.inf), dtype), None
     large = down - down + _LARGE
-    return tf.constant(dtype.real_dtype.max, dtype), _alike(large, dtype)
+    return tf.constant(dtype.real_dtype.max, dtype), tensors.cast(large, dtype)
 
 
-def _times(factor: Any, tensor: Any) -> Any:
-    # Float32 holds every factor.
-    if tensor.dtype == tf.float32:
-        # It is quick to trace, for hundreds of gradients.
-        return tf.raw_ops.Mul(x=tensor, y=factor)
-    wide = tensors.cast(tensor, tf.float32) if _is_small(tensor) else tensor
-    by = _alike(factor, wide.dtype)
-    return tensors.cast(tf.raw_ops.Mul(x=wide, y=by), tensor.dtype)
-
-
-def _alike(factor: Any, dtype: tf.DType) -> Any:
-    """Returns a factor in a dtype; a number has none."""
-    return factor if isinstance(factor, float) else tensors.cast(factor, dtype)
-
-
-def _is_small(tensor: Any) -> bool:
-    return bool(tensor.dtype.size < 4)
+def _times(factor: Any, tensor: Any, lost: Callable | None = None) -> Any:
+    """Multiplies a tensor; `_saying_why` if it is told what is `lost`."""
+    dtype = tensor.dtype
+    if dtype.size < 4:
+        # Float32 holds every factor.
+        wide = tensors.cast(tensor, tf.float32)
+        return tensors.cast(_times(factor, wide, lost), dtype)
+    # A number has no dtype.
+    if dtype != tf.float32 and not isinstance(factor, float):
+        factor = tensors.cast(factor, dtype)
+    if lost is not None:
+        return _saying_why(factor, tensor, lost)
+    return tf.raw_ops.Mul(x=tensor, y=factor)

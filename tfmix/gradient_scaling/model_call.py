@@ -211,8 +211,7 @@ def between_gates(
         return call(*args, **kwargs)
     flat, objects = layers.flat_layers(model), _objects(nest)
     before = layers.held([*flat, *objects], _KEPT, state)
-    held = [item for item in before.values() if _is_reached(item, values)]
-    held += weights
+    held = [*_reached([*before.values()], values), *weights]
     place = optimizer_state.place_of(model)
     pair = gates.Gates(place, _overwritten(flat, state))
     kept, with_kept = tensors.floats([value for *_, value in held])
@@ -275,12 +274,15 @@ def _objects(nest: Any) -> list:
     return [x for x in found if not isinstance(x, tensors.ARRAYS)]
 
 
-def _is_reached(item: layers.Item, others: list) -> bool:
-    """Returns whether gradients of a call reach a value that it may read."""
+def _reached(items: list[layers.Item], others: list) -> Iterator[layers.Item]:
+    """Returns what a call may read that gradients of the call reach."""
+    arrays = [_floats(value) for *_, value in items]
     if _TENSORFLOW:
-        return any(map(tapes.reach, _floats(item[-1])))
-    # Layers may keep arrays of a transformation that has ended.
-    return any(context.is_traced_with(x, others) for x in _floats(item[-1]))
+        reached = [any(map(tapes.reach, each)) for each in arrays]
+    else:
+        # Layers may keep arrays of a transformation that has ended.
+        reached = context.traced_with(others, arrays)
+    return itertools.compress(items, reached)
 
 
 def _floats(value: Any) -> list:

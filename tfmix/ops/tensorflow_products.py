@@ -29,7 +29,7 @@ Function = Callable[[Any, Any], Any]
 # gradient of the float32 weight.
 Gradient = Callable[[Any, Any, Any], Any]
 # A gradient holds the tensor and the power of two that it is the product of.
-_PARTS = "_tfmix_parts"
+PARTS = "_tfmix_parts"
 # An incoming gradient in float32, which both gradients of a `Dense` take.
 _WIDE = "_tfmix_wide"
 
@@ -232,14 +232,8 @@ def enlarged(tensor: Any, power: Any) -> Any:
     result = tensor * power
     if not (tf.executing_eagerly() or context.by_xla()):
         # If nothing is added to it, the gates multiply only once.
-        tensors.put_note(result, _PARTS, (tensor, power))
+        tensors.put_note(result, PARTS, (tensor, power))
     return result
-
-
-def parts(gradient: Any) -> tuple[Any, Any]:
-    """Returns a gradient and `None`, or a tensor and what multiplies it."""
-    noted: tuple | None = tensors.note(gradient, _PARTS)
-    return (gradient, None) if noted is None else noted
 
 
 def _root_of_two(count: Any) -> Any:
