@@ -186,7 +186,7 @@ class State:
         after = before.after(rule, applied, bad, of_data)
         keras_variables.assign_new(self.held, before, after)
         moves = rule is not None and place_variables(updated)
-        if moves and not rules.is_constant(rule):
+        if moves and not rules.is_constant(self.rule):
             places = self._place_of(before.scale), self._place_of(after.scale)
             self.tell(updated, *places)
 
