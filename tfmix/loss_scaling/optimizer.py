@@ -312,7 +312,7 @@ class LossScaleOptimizer(
         """The current scale: a float, or a tensor in a compiled function."""
         # NumPy cannot read a mirrored value inside a strategy's scope.
         scale = self._state.scale_by(keras_variables.host_value)
-        if any(value is None for value in scale):
+        if scale[0] is None:
             return self.rule_scale()
         return float(self.rule.current(scale))
 
@@ -745,7 +745,7 @@ class LossScaleOptimizer(
             counters=[*self.variables, *state.place_variables(variables)],
             count=count,
             scale=scale,
-            checks_unscaled=rule.lowest_scale < 1.0 and not unscaled,
+            checks_unscaled=not unscaled and rule.lowest_scale < 1.0,
         )
         # The flag is read from the counter. For a separate boolean, XLA would
         # count in another kernel.
@@ -768,10 +768,8 @@ class LossScaleOptimizer(
             initializer=functools.partial(_filled, value),
             name=_KERAS_NAMES.get(name, name),
         )
-        of_rule = name in self.rule.init()._fields
-        attribute = f"_loss_scale_{name}" if of_rule else f"_{name}"
         # Keras tracks what is assigned, and must track what it made only once.
-        setattr(self, _KERAS_NAMES.get(name, attribute), variable)
+        setattr(self, _KERAS_NAMES.get(name, f"_loss_scale_{name}"), variable)
         return variable
 
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
-from keras import ops
 
 from tfmix import _arguments
 from tfmix._keras import variables
@@ -194,13 +193,12 @@ class DynamicLossScale(LossScale):
         return LossScaleState(np.float32(self.initial_scale))
 
     def current(self, state: Any) -> Any:
-        """Returns the stored scale inside the bounds; the initial if NaN."""
+        """Returns the stored scale inside the bounds; the highest if NaN."""
         stored = state.scale
-        initial = np.float32(self.initial_scale)
-        # NaN is the only value that does not equal itself.
-        return self._bounded(
-            variables.select(stored == stored, stored, initial)
-        )
+        low, high = np.float32(self.min_scale), np.float32(self.max_scale)
+        # Any comparison with NaN is false. From the highest it falls by itself.
+        raised = variables.select(stored >= low, stored, low)
+        return variables.select(stored <= high, raised, high)
 
     def update(self, state: Any, finite: Any) -> LossScaleState:
         """Returns the state after a step; see the class for the rule."""
@@ -218,13 +216,8 @@ class DynamicLossScale(LossScale):
             LossScaleState(scale * self.backoff_factor, zero, overflows),
             LossScaleState(scale, zero, overflows),
         )
-        after = variables.select(finite, good, bad)
-        return after._replace(scale=self._bounded(after.scale))
-
-    def _bounded(self, scale: Any) -> Any:
-        if variables.is_known(scale):
-            return np.float32(min(max(scale, self.min_scale), self.max_scale))
-        return ops.clip(scale, self.min_scale, self.max_scale)
+        # It may lie outside of the bounds until it is read.
+        return variables.select(finite, good, bad)
 
 
 class _ConstantLossScale(LossScale):

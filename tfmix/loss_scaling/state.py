@@ -160,9 +160,7 @@ class State:
         if rules.is_constant(self.rule):
             return 1.0
         scale = self.scale_by(keras_variables.value_in_scopes)
-        if any(value is None for value in scale):
-            return None
-        return self._place_of(scale)
+        return None if scale[0] is None else self._place_of(scale)
 
     def count(
         self,
@@ -187,8 +185,8 @@ class State:
             of_data = _stays(is_data(), before.consecutive_skips)
         after = before.after(rule, applied, bad, of_data)
         keras_variables.assign_new(self.held, before, after)
-        moves = rule is not None and not rules.is_constant(rule)
-        if moves and place_variables(updated):
+        moves = rule is not None and place_variables(updated)
+        if moves and not rules.is_constant(self.rule):
             places = self._place_of(before.scale), self._place_of(after.scale)
             self.tell(updated, *places)
 
