@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras.src import backend
 
 from tfmix._keras import context
 
@@ -78,48 +79,31 @@ def by_shape(
         groups[n if apart(tensor) else tuple(tensor.shape)].append(n)
     order = [n for group in groups.values() for n in group]
     parts = [function([tensors[n] for n in g]) for g in groups.values()]
-    joined = keras.ops.concatenate(parts)
+    joined = backend.numpy.concatenate(parts)
     in_order = order == sorted(order)
     return joined if in_order else keras.ops.take(joined, np.argsort(order))
 
 
-def sums(tensors: Sequence, together: tuple[int, int]) -> Any:
-    """Returns the sums of integer tensors of one shape, as a vector.
-
-    Args:
-        tensors: The tensors.
-        together: The number of small, and of large tensors that one kernel
-            reads.
-    """
-    step = together[math.prod(tensors[0].shape) > _LARGE]
-    parts = [
-        _sums(tensors[start : start + step])
-        for start in range(0, len(tensors), step)
-    ]
-    return keras.ops.concatenate(parts)
-
-
 def _sums(tensors: Sequence) -> Any:
     # XLA reads all of them in one kernel. Separate sums take two kernels each.
-
-    def added(*both: Any) -> tuple:
-        half = len(both) // 2
-        pairs = zip(both[:half], both[half:], strict=True)
-        return tuple(left + right for left, right in pairs)
-
     axes = range(len(tensors[0].shape))
     if keras.backend.backend() == "jax":
         zeros = [jax.numpy.zeros((), tensor.dtype) for tensor in tensors]
         totals = jax.lax.reduce(
             tuple(tensors),
             tuple(zeros),
-            lambda *halves: added(*halves[0], *halves[1]),
+            lambda left, right: tuple(map(jax.lax.add, left, right)),
             tuple(axes),
         )
         return jax.numpy.stack(totals)
     if not context.by_xla():
         return tf.stack([tf.reduce_sum(tensor) for tensor in tensors])
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops
+
+    def added(*both: Any) -> tuple:
+        half = len(both) // 2
+        pairs = zip(both[:half], both[half:], strict=True)
+        return tuple(left + right for left, right in pairs)
 
     scalars = [tf.TensorSpec((), tensor.dtype) for tensor in tensors]
     reducer = tf.function(added, autograph=False)
@@ -143,9 +127,8 @@ def by_target(
     The host's own devices do not matter. TensorFlow's tensors are not shared.
 
     Args:
-        single: Computes it on a single accelerator.
-        default: Computes the same on a CPU, and where devices share the
-            tensors.
+        single: Computes it on a single device.
+        default: Computes the same where devices share the tensors.
         shaped: Returns the shape and the dtype of the result, so that only the
             function that is chosen is traced.
     """
@@ -154,10 +137,9 @@ def by_target(
     primitive = jax.extend.core.Primitive("tfmix_by_target")
 
     def lower(context: Any, *values: Any) -> Any:
-        around = context.module_context
-        is_alone = getattr(around.axis_context, "num_devices", None) == 1
-        on_cpu = "cpu" in around.platforms
-        chosen = single if is_alone and not on_cpu else default
+        around = context.module_context.axis_context
+        is_alone = getattr(around, "num_devices", None) == 1
+        chosen = single if is_alone else default
         lowering = mlir.lower_fun(chosen, multiple_results=False)
         return lowering(context, *values)
 
@@ -184,8 +166,11 @@ def by_target(
 
 
 def _counted_together(*tensors: Any) -> Any:
-    bad = [keras.ops.cast(~_is_finite(x), "int32") for x in tensors]
-    return keras.ops.not_equal(sums(bad, _TOGETHER), 0)
+    bad = [backend.cast(~_is_finite(x), "int32") for x in tensors]
+    step = _TOGETHER[math.prod(tensors[0].shape) > _LARGE]
+    starts = range(0, len(bad), step)
+    parts = [_sums(bad[start : start + step]) for start in starts]
+    return backend.numpy.concatenate(parts) > 0
 
 
 def _by_flags(*tensors: Any) -> Any:

@@ -93,9 +93,14 @@ def is_finite(tensor: Any) -> Any:
         return ops.logical_and(*map(is_finite, parts))
     if not is_float(tensor):
         return ops.convert_to_tensor(True)
-    if keras.backend.backend() == "tensorflow" and tf.executing_eagerly():
-        # Keras's ops take three times as long.
-        axes = np.arange(len(tensor.shape), dtype="int32")
+    if keras.backend.backend() == "tensorflow":
+        # Keras's ops take three times as long in an eager step.
+        rank = tf.convert_to_tensor(tensor).shape.rank
+        axes = (
+            tf.range(tf.rank(tensor))
+            if rank is None
+            else np.arange(rank, dtype="int32")
+        )
         return tf.raw_ops.All(input=tf.raw_ops.IsFinite(x=tensor), axis=axes)
     return ops.all(ops.isfinite(tensor))
 
@@ -188,7 +193,7 @@ def apply_if_finite(
         finite.
     """
     bad = _bad_of_step(list(grads))
-    applied = _known(ops.logical_not(ops.any(bad)))
+    applied = known(ops.logical_not(ops.any(bad)))
     if _is_selected(applied):
         with keras_variables.selecting(applied, variables):
             update()
@@ -211,7 +216,7 @@ def restore_unless(applied: Any, pairs: Sequence[tuple[Any, Any]]) -> None:
             new = keras_variables.read(variable)
             variable.assign(keras_variables.select(stays, new, old))
 
-    applied = _known(applied)
+    applied = known(applied)
     if _is_selected(applied):
         restore(applied)
     elif pairs:
@@ -225,7 +230,7 @@ def either(condition: Any, function: Callable[[], Any]) -> Any:
         condition: Bool or boolean scalar tensor.
         function: Returns a bool or boolean scalar tensor, and changes nothing.
     """
-    condition = _known(condition)
+    condition = known(condition)
     if _is_selected(condition):
         return ops.logical_or(condition, function())
     return _branch(condition, None, function)
@@ -278,8 +283,8 @@ def _branch(
     return tf.cond(condition, *both)
 
 
-def _known(condition: Any) -> Any:
-    """Returns a bool if the code runs op by op."""
+def known(condition: Any) -> Any:
+    """Returns a condition, as a bool if the code runs op by op."""
     if isinstance(condition, bool):
         return condition
     return condition if context.is_symbolic(condition) else bool(condition)

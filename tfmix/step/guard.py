@@ -332,12 +332,7 @@ class _Guard:
             )
 
         applied, skipped = outcome
-        known = (
-            skipped
-            if keras_variables.is_known(skipped)
-            else keras_variables.host_value(skipped)
-        )
-        if not step.is_own and known is not None and not known:
+        if not step.is_own and finite.known(skipped) is False:
             # An eager step that was not skipped is over.
             return logs
         watched = pairs(
