@@ -1,22 +1,27 @@
 """Computes what XLA compiles well only if it is written like this."""
 
 import collections
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
-from keras.src import backend
 
 from tfmix._keras import context
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
+
+    _cast, _concatenate = tf.cast, functools.partial(tf.concat, axis=0)
 else:
     import jax
     import jax.extend.core
     from jax.interpreters import ad, batching, mlir
+
+    _cast = jax.lax.convert_element_type
+    _concatenate = jax.numpy.concatenate
 
 # A tensor with more numbers is large.
 _LARGE = 2**18
@@ -79,7 +84,7 @@ def by_shape(
         groups[n if apart(tensor) else tuple(tensor.shape)].append(n)
     order = [n for group in groups.values() for n in group]
     parts = [function([tensors[n] for n in g]) for g in groups.values()]
-    joined = backend.numpy.concatenate(parts)
+    joined = _concatenate(parts)
     in_order = order == sorted(order)
     return joined if in_order else keras.ops.take(joined, np.argsort(order))
 
@@ -166,11 +171,11 @@ def by_target(
 
 
 def _counted_together(*tensors: Any) -> Any:
-    bad = [backend.cast(~_is_finite(x), "int32") for x in tensors]
+    bad = [_cast(~_is_finite(x), "int32") for x in tensors]
     step = _TOGETHER[math.prod(tensors[0].shape) > _LARGE]
     starts = range(0, len(bad), step)
     parts = [_sums(bad[start : start + step]) for start in starts]
-    return backend.numpy.concatenate(parts) > 0
+    return _concatenate(parts) > 0
 
 
 def _by_flags(*tensors: Any) -> Any:
