@@ -50,7 +50,7 @@ class Skips(state.Counts):
     rule = rules.NoLossScale()
     loss_scale = 1.0
     # It is not known why a step was skipped.
-    data_skips = None
+    counts_bad_data = False
 
     def __init__(self, optimizer: Any, variables: Sequence) -> None:
         self.applies = optimizers.applies(optimizer)

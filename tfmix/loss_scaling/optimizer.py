@@ -340,15 +340,13 @@ class LossScaleOptimizer(
         return optimizers.applies(self)
 
     @property
-    def data_skips(self) -> int | None:
-        """Skipped steps of which the data or the loss was not finite.
+    def counts_bad_data(self) -> bool:
+        """Whether skips are counted of which the data or loss was not finite.
 
-        It is `None` where that cannot be told from an overflow: if the loss is
-        multiplied by the scale, or there is no scale.
+        These cannot be told from an overflow if the loss is multiplied by the
+        scale, or there is no scale.
         """
-        if self._is_scaling is None or not self._can_detect_bad_data():
-            return None
-        return int(state.on_host(self._state.held.data_skips))
+        return self._is_scaling is not None and self._can_detect_bad_data()
 
     def check_health(self, max_consecutive_skips: int = 50) -> None:
         """Raises if training is stuck; call it now and then in a long loop.

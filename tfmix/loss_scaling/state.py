@@ -63,15 +63,15 @@ class Values(NamedTuple):
             one.
         data_skips: Int32 scalar, skipped steps of `after`'s `is_data`.
         overflow_counts: Int32 vector, for each variable the number of skipped
-            steps in which its gradient was not finite; `None` before it is
-            known how many there are.
+            steps in which its gradient was not finite; 0 before it is known
+            how many there are.
     """
 
     scale: Any
     skipped_steps: Any
     consecutive_skips: Any
     data_skips: Any
-    overflow_counts: Any = None
+    overflow_counts: Any = 0
 
     def after(
         self,
@@ -308,6 +308,17 @@ class Counts:
     """Mixin: what a state has counted; reading it waits for the device."""
 
     _state: State
+    applies: keras.Variable
+
+    def read(self) -> tuple[Any, Values]:
+        """Returns the number of `apply` calls and the state, as NumPy has them.
+
+        All are `None` in a function that is being compiled.
+        """
+        numbers: tuple[Any, Values] = tree.map_structure(
+            keras_variables.host_value, (self.applies, self._state.held)
+        )
+        return numbers
 
     @property
     def skipped_steps(self) -> int:
@@ -322,10 +333,9 @@ class Counts:
     @property
     def overflow_counts(self) -> dict[str, int]:
         """Skipped steps per variable, by its path."""
-        counts = self._state.held.overflow_counts
-        if counts is None:
+        if not self._state.paths:
             return {}
-        numbers = on_host(counts).tolist()
+        numbers = on_host(self._state.held.overflow_counts).tolist()
         return dict(zip(self._state.paths, numbers, strict=True))
 
     def warn(self, applied: Any) -> None:

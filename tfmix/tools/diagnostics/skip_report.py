@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import keras
+import numpy as np
 
 from tfmix import _bad_rows, _messages
 from tfmix._keras import layers, replacing, training
@@ -30,8 +31,8 @@ class Counted(NamedTuple):
         skipped: The number of skipped steps.
         of_data: Those of which the data or the loss was not finite; `None` if
             the optimizer does not know.
-        overflows: For each variable, by its path, the skipped steps in which
-            its gradient was not finite.
+        overflows: For each variable, the skipped steps in which its gradient
+            was not finite.
         scale: The loss scale.
         good_steps: The steps since the scale has changed.
     """
@@ -39,7 +40,7 @@ class Counted(NamedTuple):
     applied: int = 0
     skipped: int = 0
     of_data: int | None = None
-    overflows: Mapping[str, int] = {}
+    overflows: Any = 0
     scale: float = 1.0
     good_steps: int = 0
 
@@ -61,13 +62,14 @@ def steps(optimizer: Any) -> tuple[int, int]:
 
 
 def _counted(optimizer: Any) -> Counted:
-    good_steps = getattr(optimizer, "step_counter", 0)
+    applied, held = optimizer.read()
     return Counted(
-        *steps(optimizer),
-        optimizer.data_skips,
-        optimizer.overflow_counts,
-        optimizer.loss_scale,
-        int(keras_variables.host_value(good_steps)),
+        int(applied),
+        int(held.skipped_steps),
+        int(held.data_skips) if optimizer.counts_bad_data else None,
+        held.overflow_counts,
+        float(optimizer.rule.current(held.scale)),
+        int(getattr(held.scale, "good_steps", 0)),
     )
 
 
@@ -190,7 +192,7 @@ class SkipWatch(keras.callbacks.Callback):
         """Returns the steps since the end of the last epoch."""
         return _total(
             _skips_of(
-                optimizer.rule,
+                optimizer,
                 # Optimizers that the model holds exist from their first step
                 # on.
                 self._before.get(optimizer, Counted(scale=count.scale)),
@@ -245,9 +247,10 @@ def _total(every: Iterable[skip_causes.Skips]) -> skip_causes.Skips:
 
 
 def _skips_of(
-    rule: Any, before: Counted, now: Counted, lowest: float
+    optimizer: Any, before: Counted, now: Counted, lowest: float
 ) -> skip_causes.Skips:
     """Returns the steps of one optimizer between two moments."""
+    rule = optimizer.rule
     applied, skipped = (
         now.applied - before.applied,
         now.skipped - before.skipped,
@@ -266,11 +269,9 @@ def _skips_of(
     trials += round(math.log(lowest / before.scale, factor))
     unexplained = overflowed - trials * getattr(rule, "hysteresis", 1)
     falls = rule.lowest_scale < now.scale < before.scale
-    overflows = {
-        path: count - before.overflows.get(path, 0)
-        for path, count in now.overflows.items()
-    }
-    *_, last = overflows.values() or [0]
+    counts = np.ravel(now.overflows - before.overflows).tolist()
+    overflows = dict(zip(optimizer.overflow_counts, counts, strict=False))
+    last = counts[-1] if overflows else 0
     return skip_causes.Skips(
         applied,
         skipped,
