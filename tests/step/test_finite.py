@@ -132,7 +132,7 @@ def test_each_variant_distinguishes_all_tensors(variant, bad, monkeypatch):
 @helpers.requires_backend("jax")
 @pytest.mark.parametrize(
     ("platform", "size", "count"),
-    [("cuda", 600, 1), ("tpu", 3, 1), ("cpu", 3, 1)],
+    [("cuda", 600, 1), ("tpu", 3, 1), ("cpu", 3, 3)],
 )
 def test_small_tensors_of_one_shape_are_read_together(platform, size, count):
     import jax

@@ -132,8 +132,9 @@ def by_target(
     The host's own devices do not matter. TensorFlow's tensors are not shared.
 
     Args:
-        single: Computes it on a single device.
-        default: Computes the same where devices share the tensors.
+        single: Computes it on a single accelerator.
+        default: Computes the same on a CPU, and where devices share the
+            tensors.
         shaped: Returns the shape and the dtype of the result, so that only the
             function that is chosen is traced.
     """
@@ -142,9 +143,10 @@ def by_target(
     primitive = jax.extend.core.Primitive("tfmix_by_target")
 
     def lower(context: Any, *values: Any) -> Any:
-        around = context.module_context.axis_context
-        is_alone = getattr(around, "num_devices", None) == 1
-        chosen = single if is_alone else default
+        around = context.module_context
+        is_alone = getattr(around.axis_context, "num_devices", None) == 1
+        on_cpu = "cpu" in around.platforms
+        chosen = single if is_alone and not on_cpu else default
         lowering = mlir.lower_fun(chosen, multiple_results=False)
         return lowering(context, *values)
 
