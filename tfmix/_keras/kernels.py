@@ -1,27 +1,29 @@
 """Computes what XLA compiles well only if it is written like this."""
 
-import collections
 import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 
 from tfmix._keras import context
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 
-    _cast, _concatenate = tf.cast, functools.partial(tf.concat, axis=0)
+    # Operators of tensors would pass the rules of the caller.
+    _is_finite, _not, _cast = tf.math.is_finite, tf.logical_not, tf.cast
+    _concatenate, _greater = functools.partial(tf.concat, axis=0), tf.greater
 else:
     import jax
     import jax.extend.core
     from jax.interpreters import ad, batching, mlir
 
+    # `jax.numpy` would trace a function for each of hundreds of gradients.
+    _is_finite, _not = jax.lax.is_finite, jax.lax.bitwise_not
     _cast = jax.lax.convert_element_type
-    _concatenate = jax.numpy.concatenate
+    _concatenate, _greater = jax.numpy.concatenate, jax.numpy.greater
 
 # A tensor with more numbers is large.
 _LARGE = 2**18
@@ -64,29 +66,6 @@ def product_in_float32(a: Any, b: Any) -> Any:
         precision_config=b"",
         preferred_element_type=tf.float32,
     )
-
-
-def by_shape(
-    tensors: Sequence, function: Callable[[list], Any], apart: Callable
-) -> Any:
-    """Joins the vectors that a function returns for tensors of one shape.
-
-    Args:
-        tensors: The tensors.
-        function: Takes tensors of one shape; returns a number for each.
-        apart: Returns whether a tensor may not be joined with others.
-
-    Returns:
-        A vector with the number of each tensor.
-    """
-    groups: dict[Any, list[int]] = collections.defaultdict(list)
-    for n, tensor in enumerate(tensors):
-        groups[n if apart(tensor) else tuple(tensor.shape)].append(n)
-    order = [n for group in groups.values() for n in group]
-    parts = [function([tensors[n] for n in g]) for g in groups.values()]
-    joined = _concatenate(parts)
-    in_order = order == sorted(order)
-    return joined if in_order else keras.ops.take(joined, np.argsort(order))
 
 
 def _sums(tensors: Sequence) -> Any:
@@ -173,28 +152,20 @@ def by_target(
 
 
 def _counted_together(*tensors: Any) -> Any:
-    bad = [_cast(~_is_finite(x), "int32") for x in tensors]
+    bad = [_cast(_not(_is_finite(x)), "int32") for x in tensors]
     step = _TOGETHER[math.prod(tensors[0].shape) > _LARGE]
     starts = range(0, len(bad), step)
     parts = [_sums(bad[start : start + step]) for start in starts]
-    return _concatenate(parts) > 0
+    return _greater(_concatenate(parts), 0)
 
 
 def _by_flags(*tensors: Any) -> Any:
     # Devices exchange a boolean for each.
-    return ~jax.numpy.stack([_all_true(_is_finite(x)) for x in tensors])
+    return _not(jax.numpy.stack([_all_true(_is_finite(x)) for x in tensors]))
 
 
 def _flags_of(*tensors: Any) -> Any:
     return jax.ShapeDtypeStruct((len(tensors),), "bool")
-
-
-def _is_finite(tensor: Any) -> Any:
-    """Returns which numbers of a float tensor are neither infinite nor NaN."""
-    if keras.backend.backend() == "jax":
-        # `jax.numpy` would trace a function for each of hundreds of gradients.
-        return jax.lax.is_finite(tensor)
-    return tf.math.is_finite(tensor)
 
 
 def _all_true(flags: Any) -> Any:

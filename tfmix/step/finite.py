@@ -6,6 +6,7 @@ kernel can select, too, whereas a conditional would make a GPU wait for the
 host.
 """
 
+import collections
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -72,9 +73,24 @@ def not_finite(tensors: Sequence) -> Any:
     with context.holding(rules=context.NO_RULES):
         tensors = [*map(_dense, tensors)]
         if context.by_xla():
-            return kernels.by_shape(tensors, _not_finite_alike, _is_apart)
+            return _not_finite_by_shape(tensors)
         all_fine = [tensor is None or is_finite(tensor) for tensor in tensors]
         return ops.logical_not(ops.stack(all_fine))
+
+
+def _not_finite_by_shape(tensors: list) -> Any:
+    """Returns the flags of all tensors, computed for each shape together."""
+    groups: dict[Any, list[int]] = collections.defaultdict(list)
+    for n, tensor in enumerate(tensors):
+        groups[n if _is_apart(tensor) else tuple(tensor.shape)].append(n)
+    order = [n for group in groups.values() for n in group]
+    parts = [
+        _not_finite_alike([tensors[n] for n in group])
+        for group in groups.values()
+    ]
+    joined = ops.concatenate(parts)
+    in_order = order == sorted(order)
+    return joined if in_order else ops.take(joined, np.argsort(order))
 
 
 def _not_finite_alike(tensors: list) -> Any:

@@ -383,9 +383,9 @@ class _Guard:
 
         Keras then uses the last step's logs, as it does for other keys.
         """
-        results = original()
         if current_step() is not None:
-            return results
+            return original()
+        results = original()
         counts = [*map(keras_variables.host_value, self._counts())]
         # They are not known in a function that is being compiled.
         is_empty = all(count is not None and count == 0 for count in counts)
