@@ -29,13 +29,13 @@ from keras.src.dtype_policies import dtype_policy
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 
-    _TRACER: Any = None
+    TRACER: Any = None
 else:
     import jax
     import jax.extend.core
     from keras.src.backend.jax import trainer
 
-    _TRACER = jax.core.Tracer
+    TRACER = jax.core.Tracer
     # Keras's trainer imported its own reference when Keras was imported.
     JIT = ((jax, "jit"), (trainer, "jit"))
 
@@ -347,9 +347,9 @@ def transformation() -> Any:
 
 def is_symbolic(tensor: Any) -> bool:
     """Returns whether a tensor's value is not known yet."""
-    if _TRACER is None:
+    if TRACER is None:
         return bool(tf.is_symbolic_tensor(tensor))
-    return isinstance(tensor, _TRACER)
+    return isinstance(tensor, TRACER)
 
 
 def untouched(function: Function) -> Function:

@@ -80,24 +80,25 @@ def not_finite(tensors: Sequence) -> Any:
 
 def _not_finite_by_shape(tensors: list) -> Any:
     """Returns the flags of all tensors, computed for each shape together."""
-    groups: dict[Any, list[int]] = collections.defaultdict(list)
+    groups: dict[Any, dict[int, Any]] = collections.defaultdict(dict)
     for n, tensor in enumerate(tensors):
-        groups[n if _is_apart(tensor) else tuple(tensor.shape)].append(n)
-    order = [n for group in groups.values() for n in group]
+        groups[n if _is_apart(tensor) else tuple(tensor.shape)][n] = tensor
+    # A number stands for a tensor that is apart.
     parts = [
-        _not_finite_alike([tensors[n] for n in group])
-        for group in groups.values()
+        _not_finite_apart(*group.values())
+        if isinstance(shape, int)
+        else kernels.not_finite_alike(*group.values())
+        for shape, group in groups.items()
     ]
+    order = [*itertools.chain(*groups.values())]
     joined = ops.concatenate(parts)
     in_order = order == sorted(order)
     return joined if in_order else ops.take(joined, np.argsort(order))
 
 
-def _not_finite_alike(tensors: list) -> Any:
-    """Returns flags of tensors of one shape, or of one that is apart."""
-    if not _is_apart(tensors[0]):
-        return kernels.not_finite_alike(*tensors)
-    fine = tensors[0] is None or is_finite(tensors[0])
+def _not_finite_apart(tensor: Any) -> Any:
+    """Returns the flag of a tensor that is apart, as a vector."""
+    fine = tensor is None or is_finite(tensor)
     return ops.reshape(ops.logical_not(fine), (1,))
 
 
@@ -209,8 +210,8 @@ def apply_if_finite(
         finite.
     """
     bad = _bad_of_step(list(grads))
-    applied = known(ops.logical_not(ops.any(bad)))
-    if _is_selected(applied):
+    applied, is_selected = _decided(ops.logical_not(ops.any(bad)))
+    if is_selected:
         with keras_variables.selecting(applied, variables):
             update()
     else:
@@ -232,8 +233,8 @@ def restore_unless(applied: Any, pairs: Sequence[tuple[Any, Any]]) -> None:
             new = keras_variables.read(variable)
             variable.assign(keras_variables.select(stays, new, old))
 
-    applied = known(applied)
-    if _is_selected(applied):
+    applied, is_selected = _decided(applied)
+    if is_selected:
         restore(applied)
     elif pairs:
         _branch(applied, None, restore)
@@ -246,8 +247,8 @@ def either(condition: Any, function: Callable[[], Any]) -> Any:
         condition: Bool or boolean scalar tensor.
         function: Returns a bool or boolean scalar tensor, and changes nothing.
     """
-    condition = known(condition)
-    if _is_selected(condition):
+    condition, is_selected = _decided(condition)
+    if is_selected:
         return ops.logical_or(condition, function())
     return _branch(condition, None, function)
 
@@ -279,9 +280,13 @@ def by_variable(bad: Any, optimizer: Any, variables: Sequence) -> Any:
     return ops.any(ops.logical_and(is_row, bad), axis=1)
 
 
-def _is_selected(condition: Any) -> bool:
-    """Returns whether values are selected by a condition, without a branch."""
-    return not isinstance(condition, bool) and context.by_xla()
+def _decided(condition: Any) -> tuple[Any, bool]:
+    """Returns what is `known` of a condition, and how it decides.
+
+    Values are selected by it, without a branch, if the second is true.
+    """
+    condition = known(condition)
+    return condition, not isinstance(condition, bool) and context.by_xla()
 
 
 def _branch(
