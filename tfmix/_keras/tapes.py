@@ -84,7 +84,8 @@ def may_be_asked() -> bool:
     is_taped = is_recorded()
     if not is_taped and not tf.executing_eagerly():
         is_taped = context.is_training()
-    return is_taped and not runs_forward()
+    accumulators = forwardprop_util.pack_tangents([]).indices
+    return is_taped and not accumulators
 
 
 def traced_for_gradients(original: Callable) -> Callable:
@@ -155,11 +156,6 @@ def without_rules(original: Callable) -> Callable:
             return original(*args, **kwargs)
 
     return gradients
-
-
-def runs_forward() -> bool:
-    """Returns whether a `tf.autodiff.ForwardAccumulator` is active."""
-    return bool(forwardprop_util.pack_tangents([]).indices)
 
 
 def watcher() -> Any:

@@ -129,7 +129,8 @@ def _between(
         """Returns the gradients of the tensors, then of the variables."""
         # A `tf.gather` of a result sends rows.
         upstream = tuple(map(tf.convert_to_tensor, upstream))
-        with _as_written():
+        # The rules are for the code of models.
+        with context.holding(rules=context.NO_RULES):
             by = power.of(upstream[:count], upstream[count:], place)
             scaled = [_times(by.up, each) for each in upstream]
         # In another graph, such as that of a nested `tf.function`'s gradient,
@@ -159,10 +160,10 @@ def _between(
         of_tensors = sum(n < len(tensors) for n in kept)
         says_why = [False] * of_tensors
         says_why += finite.keep_overflow_visible(values[of_tensors:])
-        with _as_written():
+        with context.holding(rules=context.NO_RULES):
             true = _unscaled(by.down, values, says_why)
         for n, value in zip(kept, true, strict=True):
-            inside[n] = _as_before(inside[n], value)
+            inside[n] = finite.with_values(inside[n], value)
         return inside
 
     # A loop would compute a gradient that nobody gets in every step.
@@ -175,17 +176,6 @@ def _between(
         by_tape=functools.partial(gradient, is_asked),
         by_graph=functools.partial(gradient, every),
     )
-
-
-def _as_before(gradient: Any, values: Any) -> Any:
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return values
-
-
-def _as_written() -> contextlib.AbstractContextManager[None]:
-    """Runs a block by no rules: they are for the code of models."""
-    return context.holding(rules=context.NO_RULES)
 
 
 def _unscaled(down: Any, gradients: Sequence, says_why: Sequence) -> list:

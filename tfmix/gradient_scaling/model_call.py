@@ -180,7 +180,7 @@ def scales(variables: Iterable[keras.Variable]) -> bool:
     """
     held = {id(variable) for model in _scaling for variable in model.variables}
     variables = list(variables)
-    are_held = all(id(variable) in held for variable in variables)
+    are_held = held.issuperset(map(id, variables))
     return are_held and not any(map(keras_variables.is_narrow, variables))
 
 
@@ -209,7 +209,9 @@ def between_gates(
     values = [*exact, *state.values(), *(value for *_, value in weights)]
     if not (_TENSORFLOW or any(map(context.is_symbolic, values))):
         return call(*args, **kwargs)
-    flat, objects = layers.flat_layers(model), _objects(nest)
+    leaves = keras.tree.flatten(nest)
+    objects = [x for x in leaves if not isinstance(x, tensors.ARRAYS)]
+    flat = layers.flat_layers(model)
     before = layers.held([*flat, *objects], _KEPT, state)
     held = [*_reached([*before.values()], values), *weights]
     place = optimizer_state.place_of(model)
@@ -265,13 +267,6 @@ def _replaced(items: list[layers.Item], values: Iterable) -> Iterator[None]:
             keys = range(len(container)) if is_list else container
             if key in keys and container[key] is value:
                 container[key] = before
-
-
-def _objects(nest: Any) -> list:
-    """Lists the arguments of a call that are no arrays."""
-    found: list = []
-    tensors.map_leaves(nest, found.append)
-    return [x for x in found if not isinstance(x, tensors.ARRAYS)]
 
 
 def _reached(items: list[layers.Item], others: list) -> Iterator[layers.Item]:

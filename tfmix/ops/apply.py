@@ -560,8 +560,8 @@ def _sums_numbers(call: Call) -> bool:
         alone = {x for x in before if x.isalpha() and before.count(x) == 1}
         # Each axis of a product of matrices has two places.
         return bool(arrow) and (not alone or bool(alone - {*after}))
-    is_plain = name in ("matmul", "dot", "inner") and len(call.tensors) == 2
-    return is_plain and all(_rank(x) == 1 for x in call.tensors)
+    ranks = [*map(_rank, call.tensors)]
+    return name in ("matmul", "dot", "inner") and ranks == [1, 1]
 
 
 def _rank(tensor: Any) -> int | None:

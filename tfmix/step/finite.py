@@ -300,8 +300,11 @@ def _branch(
 
     if isinstance(condition, bool):
         return run(if_true if condition else if_false)
-    both = (functools.partial(run, each) for each in (if_true, if_false))
-    return tf.cond(condition, *both)
+    return tf.cond(
+        condition,
+        functools.partial(run, if_true),
+        functools.partial(run, if_false),
+    )
 
 
 def known(condition: Any) -> Any:
@@ -337,7 +340,7 @@ def unscaled(grads: Sequence, variables: Sequence, scale: Any = None) -> list:
         # gets a kernel and a tensor of its own. It is exact for powers of two;
         # otherwise the product rounds once more.
         true = tensor if scale is None else tensor * reciprocal(tensor.dtype)
-        result[n] = _with_values(grads[n], true)
+        result[n] = with_values(grads[n], true)
     return result
 
 
@@ -345,10 +348,11 @@ def without_infinities(tensor: Any) -> Any:
     """Returns a float tensor, dense or sparse, with NaN for infinity."""
     found = values(tensor)
     found = ops.where(ops.isfinite(found), found, float("nan"))
-    return _with_values(tensor, found)
+    return with_values(tensor, found)
 
 
-def _with_values(tensor: Any, new: Any) -> Any:
+def with_values(tensor: Any, new: Any) -> Any:
+    """Returns a gradient, dense or sparse, with other `values`."""
     if values(tensor) is tensor:
         return new
     if keras.backend.backend() == "jax":

@@ -388,7 +388,7 @@ class _Guard:
         results = original()
         counts = [*map(keras_variables.host_value, self._counts())]
         # They are not known in a function that is being compiled.
-        is_empty = all(count is not None and count == 0 for count in counts)
+        is_empty = counts == [0] * len(counts)
         return {} if counts and is_empty else results
 
     def _counts(self) -> list[keras.Variable]:
