@@ -515,12 +515,14 @@ class TestJax:
         lambda optimizer, value: optimizer.unscale_gradients([value]),
         lambda optimizer, value: value * optimizer.loss_scale,
         lambda optimizer, value: optimizer.apply([value]),
+        lambda optimizer, value: optimizer.inner_optimizer.apply([value]),
     )
 
     @pytest.mark.parametrize("call", CALLS)
     def test_a_value_that_would_become_a_constant_is_refused(self, call):
         import jax
 
+        tfmix.set_global_policy("mixed_float16")
         weight = free()
         optimizer = scaler(weight)
         optimizer.scale_loss(1.0)

@@ -493,12 +493,6 @@ class LossScaleOptimizer(
         guard.note_update(variables)
         unscaled = unscaled or context.block.get().takes_unscaled
         unscaled = unscaled or not self._takes_scaled(warns=True)
-        if keras_variables.becomes_constant(self.skips):
-            raise ValueError(
-                "`apply` cannot assign variables inside a function that JAX "
-                "compiles. Write `optimizer.stateless_apply("
-                "optimizer_variables, grads, trainable_variables)` there."
-            )
         self._step(grads, variables, unscaled)
 
     def stateless_apply(

@@ -172,7 +172,16 @@ def apply_step(
 
     Returns:
         Whether the step was applied: a bool, or a boolean scalar tensor.
+
+    Raises:
+        ValueError: If JAX is compiling, and was not given the variables.
     """
+    if keras_variables.becomes_constant(optimizers.applies(optimizer)):
+        raise ValueError(
+            "`apply` cannot assign variables inside a function that JAX "
+            "compiles. Write `optimizer.stateless_apply("
+            "optimizer_variables, grads, trainable_variables)` there."
+        )
     summed = replicas.sum_gradients(grads, variables)
     with (
         replicas.one_replica([*assigned, *counters], optimizer),
