@@ -7,17 +7,6 @@ from benchmarks import catalogue, page, results
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def test_the_page_has_a_section_for_each_benchmark():
-    text = page.render([])
-    for benchmark in catalogue.BENCHMARKS:
-        has_section = f"\n## {benchmark.title}\n" in text
-        assert has_section == benchmark.on_page
-        assert benchmark.on_page == bool(benchmark.about)
-    shown = [one for one in catalogue.BENCHMARKS if one.on_page]
-    assert 0 < len(shown) < len(catalogue.BENCHMARKS)
-    assert text.count("Not measured yet.") == len(shown)
-
-
 def test_each_quote_names_rows_of_its_record():
     kept = {(one["name"], one["backend"]): one for one in results.saved()}
     for benchmark in catalogue.BENCHMARKS:
