@@ -12,6 +12,7 @@ from tfmix._keras import op_places
 
 RNG = np.random.default_rng(0)
 ROWS = RNG.uniform(3, 6, (20_000, 4)).astype("float32")
+ONE_ROW = np.zeros(15_000, "int32")
 GAINS = RNG.uniform(0.5, 2, 4).astype("float32")
 ONES = np.ones(4, "float32")
 ZEROS = np.zeros(20_000, "int32")
@@ -90,6 +91,8 @@ def test_a_weight_whose_axes_are_all_summed_gets_a_gradient_of_its_shape(
         lambda x: ops.repeat(x, 5000, axis=0),
         lambda x: ops.tile(x, (5000, 1)),
         lambda x: ops.take(x, np.arange(15_000) % 3, axis=0),
+        lambda x: ops.take(ops.relu(x), ONE_ROW, axis=0),
+        lambda x: ops.relu(x)[ONE_ROW if helpers.ON_JAX else 0],
         # XLA takes TensorFlow's gradient for float32.
         lambda x: ops.image.resize(ops.sin(x)[None, :, None], (900, 2)),
         lambda x: x[:1] * ops.ones((15_000, 4), x.dtype),

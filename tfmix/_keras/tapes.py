@@ -144,6 +144,16 @@ def reach(tensor: Any) -> bool:
     return graph is not None and graph is tf.compat.v1.get_default_graph()
 
 
+def with_dense_gradient(tensor: Any) -> Any:
+    """Returns a tensor whose gradient by rows is summed in its own dtype.
+
+    TensorFlow would cast the rows first. JAX has no gradients by rows.
+    """
+    if keras.backend.backend() != "tensorflow":
+        return tensor
+    return tf.reshape(tensor, tf.shape(tensor))
+
+
 def without_rules(original: Callable) -> Callable:
     """Forms gradients by TensorFlow's own arithmetic.
 

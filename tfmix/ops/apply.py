@@ -316,6 +316,10 @@ def decide(call: Call) -> Any:
         return _copied(call, call.dtype, is_weight=False)
     if call.weights:
         return with_weights(call)
+    if name in ("take", "get_item") and _takes_rows(call):
+        table = tensors.to_float32(call.args[0])
+        call.args = (tapes.with_dense_gradient(table), *call.args[1:])
+        return tensors.narrow(call.plain(), call.dtype)
     if _is_often_repeated(call):
         return tensors.narrow(call.in_float32(), call.dtype)
     return call.plain()
@@ -568,6 +572,17 @@ def _rank(tensor: Any) -> int | None:
     """Returns the number of axes, `None` where TensorFlow does not know."""
     shape = tensor.shape
     return None if getattr(shape, "rank", 0) is None else len(shape)
+
+
+def _takes_rows(call: Call) -> bool:
+    """Returns whether an op may take a row several times.
+
+    The gradient of the row is then a sum. Slices take each part once.
+    """
+    key = call.args[1] if len(call.args) > 1 else None
+    parts = key if isinstance(key, tuple) else (key,)
+    by_array = any(isinstance(x, tensors.ARRAYS) and x.ndim for x in parts)
+    return (by_array or call.op.name == "take") and tapes.may_be_asked()
 
 
 def _is_often_repeated(call: Call) -> bool:
