@@ -92,6 +92,7 @@ def test_a_weight_whose_axes_are_all_summed_gets_a_gradient_of_its_shape(
         lambda x: ops.tile(x, (5000, 1)),
         lambda x: ops.take(x, np.arange(15_000) % 3, axis=0),
         lambda x: ops.take(ops.relu(x), ONE_ROW, axis=0),
+        lambda x: op_places.backend.numpy.take(indices=ONE_ROW, x=x, axis=0),
         lambda x: ops.relu(x)[ONE_ROW if helpers.ON_JAX else 0],
         # XLA takes TensorFlow's gradient for float32.
         lambda x: ops.image.resize(ops.sin(x)[None, :, None], (900, 2)),

@@ -193,6 +193,13 @@ class Call:
         """Computes in the dtypes of the arguments."""
         return self.op.run(self.args, self.kwargs)
 
+    def run_with(self, new: Any, old: Any) -> Any:
+        """Computes with one argument in place of another, named or not."""
+        args, kwargs = tensors.map_leaves(
+            (self.args, self.kwargs), lambda x: new if x is old else x
+        )
+        return self.op.run(args, kwargs)
+
     def in_float32(self) -> Any:
         """Computes in float32, with float32 as the dtype if 16 bit is asked."""
         args, kwargs = tensors.map_leaves(
@@ -317,9 +324,9 @@ def decide(call: Call) -> Any:
     if call.weights:
         return with_weights(call)
     if name in ("take", "get_item") and _takes_rows(call):
-        table = tensors.to_float32(call.args[0])
-        call.args = (tapes.with_dense_gradient(table), *call.args[1:])
-        return tensors.narrow(call.plain(), call.dtype)
+        table = call.tensors[0]
+        wide = tapes.with_dense_gradient(tensors.to_float32(table))
+        return tensors.narrow(call.run_with(wide, table), call.dtype)
     if _is_often_repeated(call):
         return tensors.narrow(call.in_float32(), call.dtype)
     return call.plain()

@@ -84,14 +84,14 @@ def separable_conv(call: apply.Call) -> Any:
 
 def take(call: apply.Call) -> Any:
     """Takes rows of a weight; TensorFlow reads only those."""
-    table = call.args[0]
+    table = call.args[0] if call.args else call.kwargs["x"]
     if isinstance(table, keras.Variable) and keras_variables.is_float32(table):
         weight = keras_variables.read(table)
     else:
         weight = tensors.weight_of(table)
     if weight is None or not tensors.is_16_bit(table):
         return apply.apply(call)
-    rows = call.op.run((weight, *call.args[1:]), call.kwargs)
+    rows = call.run_with(weight, table)
     # A note would keep all rows in float32.
     narrowed = tensors.narrow(rows, tensors.float_dtype(table))
     if context.block.get().in_map:
